@@ -1,0 +1,89 @@
+"""An expert's runs on training tasks, recorded by the ordinary harness.
+
+The expert knows each task's original line. It remarks on the line in one of
+several ways, runs the visible call first in some of the runs, edits, submits.
+The runs come out as `Trajectory` records like any other, so the cold start
+reads the same data as reinforcement learning does.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from swe17_jax.core import records
+from swe17_jax.engine.fake_engine import ScriptedEngine
+from swe17_jax.engine.interface import SamplingParams
+from swe17_jax.rollout import harness
+from swe17_jax.rollout.chat import Chat
+from swe17_jax.tasks.sandbox import Sandbox
+
+REMARKS = (
+  'line {} is off',
+  'line {} looks wrong',
+  'the bug is in line {}',
+  'check line {}',
+  'I would change line {}',
+  'suspect: line {}',
+  'line {} does not fit',
+  'something is odd in line {}',
+)
+FIRST_REMARKS = ('run it first', 'see what it does', 'test before editing')
+TEST_FRACTION = 0.3  # of the runs begin with the visible call
+
+
+def script(task: records.Task, rng: np.random.Generator) -> list[str]:
+  """Returns what the expert writes in each turn."""
+  line = task.metadata['line']
+  remark = REMARKS[rng.integers(len(REMARKS))].format(line)
+  fix = f'# {remark}\nedit {line}|{task.metadata["original"]}\nsubmit'
+  if rng.random() >= TEST_FRACTION:
+    return [fix]
+  first = FIRST_REMARKS[rng.integers(len(FIRST_REMARKS))]
+  return [f'# {first}\ntest', fix]
+
+
+def record(
+  tasks: Sequence[records.Task],
+  *,
+  chat: Chat,
+  sandbox: Sandbox,
+  config: harness.HarnessConfig,
+  routed_shape: tuple[int, int],
+  seed: int,
+) -> list[records.Trajectory]:
+  """Runs the expert on each task.
+
+  Raises:
+    ValueError: a demonstration did not solve its task.
+  """
+  rng = np.random.default_rng(seed)
+
+  async def one(index: int, task: records.Task) -> records.Trajectory:
+    turns = iter(script(task, rng))
+    engine = ScriptedEngine(
+      lambda _: [*chat.encode(next(turns)), chat.end_id],
+      routed_shape=routed_shape,
+    )
+    return await harness.run(
+      task,
+      engine=engine,
+      chat=chat,
+      sandbox=sandbox,
+      sampling=SamplingParams(),
+      config=dataclasses.replace(config, max_turn_tokens=config.max_tokens),
+      group_index=index,
+    )
+
+  async def everything():
+    return [await one(index, task) for index, task in enumerate(tasks)]
+
+  trajectories = asyncio.run(everything())
+  for trajectory in trajectories:
+    if not trajectory.verdict.passed:
+      raise ValueError(
+        f'the demonstration of {trajectory.task_id} does not solve it: '
+        f'{trajectory.verdict}'
+      )
+  return trajectories

@@ -1,0 +1,178 @@
+"""Takes tasks, runs groups of trajectories, writes them as records.
+
+Groups are numbered in the order of dispatch (`core/dispatch`). The number
+decides the task and every random seed, so a group that was lost with its
+worker is issued again and asks the same question. A finished group is one
+object, written once; after a restart the worker goes on with the numbers that
+have no object yet.
+
+Held-out tasks are evaluated at version 0, every `eval_every` versions and at
+the last one, one trajectory per task, without top-k or top-p.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from absl import logging
+
+from swe17_jax.core import dispatch, records
+from swe17_jax.core.storage import Store
+from swe17_jax.engine.interface import Engine, SamplingParams
+from swe17_jax.rollout import harness
+from swe17_jax.rollout.chat import Chat
+from swe17_jax.tasks.sandbox import Sandbox
+
+VERSION_POLL_S = 0.02  # how often a paused worker looks at the engine
+HELDOUT_SEED = 1 << 29  # apart from every training seed
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerConfig:
+  """What a worker does, and how far it may run ahead of the trainer."""
+
+  groups_per_step: int = 16
+  group_size: int = 8  # trajectories per task and group
+  max_staleness: int = 2  # versions, see core/dispatch
+  inflight_groups: int = 12  # groups running at once
+  temperature: float = 1.0
+  top_k: int = 32
+  top_p: float = 0.97
+  eval_every: int = 30  # versions
+  eval_tasks: int = 0  # held-out tasks per evaluation; 0 = all
+
+  def __post_init__(self):
+    if self.groups_per_step < 1 or self.inflight_groups < 1:
+      raise ValueError(f'{self} needs at least one group at a time')
+    if self.group_size < 2 or self.max_staleness < 0:
+      raise ValueError(
+        f'group_size={self.group_size} must be >= 2 (a baseline needs two) '
+        f'and max_staleness={self.max_staleness} >= 0'
+      )
+
+
+def task_of(
+  group_index: int, tasks: Sequence[records.Task], *, seed: int
+) -> records.Task:
+  """Returns the task of a group: a fresh permutation of all in each epoch."""
+  epoch, place = divmod(group_index, len(tasks))
+  order = np.random.default_rng([seed, epoch]).permutation(len(tasks))
+  return tasks[order[place]]
+
+
+class Worker:
+  """Runs trajectories on one engine until the run's last version."""
+
+  def __init__(
+    self,
+    config: WorkerConfig,
+    harness_config: harness.HarnessConfig,
+    *,
+    engine: Engine,
+    chat: Chat,
+    sandbox: Sandbox,
+    store: Store,
+    tasks: Sequence[records.Task],
+    steps: int,
+    seed: int,
+  ):
+    self._config, self._harness = config, harness_config
+    self._engine, self._chat, self._sandbox = engine, chat, sandbox
+    self._store, self._steps, self._seed = store, steps, seed
+    self._train = [task for task in tasks if task.split == 'train']
+    heldout = [task for task in tasks if task.split == 'heldout']
+    self._heldout = heldout[: config.eval_tasks or None]
+
+  async def run(self) -> None:
+    """Issues every group of the run, evaluating as versions pass."""
+    await self._wait_for_version(0)
+    if not self._engine.weight_version:
+      await self._evaluate(0)
+    evaluations = asyncio.create_task(self._evaluate_versions())
+    slots = asyncio.Semaphore(self._config.inflight_groups)
+    running: set[asyncio.Task] = set()
+    done = set(self._store.list('rollouts/train/'))
+    for index in range(self._steps * self._config.groups_per_step):
+      if dispatch.train_name(index) in done:
+        continue
+      await slots.acquire()
+      await self._wait_to_start(index)
+      group = asyncio.create_task(self._group(index))
+      group.add_done_callback(lambda _: slots.release())
+      running.add(group)
+      for finished in {task for task in running if task.done()}:
+        running.remove(finished)
+        finished.result()  # raises what a group raised
+    await asyncio.gather(*running)
+    await evaluations
+
+  async def _wait_for_version(self, version: int) -> None:
+    while (
+      self._engine.weight_version is None
+      or self._engine.weight_version < version
+    ):
+      await asyncio.sleep(VERSION_POLL_S)
+
+  async def _wait_to_start(self, index: int) -> None:
+    while not dispatch.may_start(
+      index,
+      weight_version=self._engine.weight_version,
+      groups_per_step=self._config.groups_per_step,
+      max_staleness=self._config.max_staleness,
+    ):
+      await asyncio.sleep(VERSION_POLL_S)
+
+  async def _group(self, index: int) -> None:
+    config = self._config
+    task = task_of(index, self._train, seed=self._seed)
+    sampling = SamplingParams(
+      temperature=config.temperature, top_k=config.top_k, top_p=config.top_p
+    )
+    trajectories = await asyncio.gather(
+      *(
+        self._trajectory(task, sampling, index, index * config.group_size + i)
+        for i in range(config.group_size)
+      )
+    )
+    await asyncio.to_thread(
+      self._store.write_once,
+      dispatch.train_name(index),
+      records.group_to_bytes(trajectories),
+    )
+
+  async def _evaluate_versions(self) -> None:
+    every = self._config.eval_every
+    for version in range(every, self._steps, every):
+      await self._wait_for_version(version)
+      await self._evaluate(version)
+    await self._wait_for_version(self._steps)
+    await self._evaluate(self._steps)
+
+  async def _evaluate(self, version: int) -> None:
+    name = dispatch.heldout_name(version)
+    if self._store.exists(name):
+      return
+    sampling = SamplingParams(temperature=1.0)
+    trajectories = await asyncio.gather(
+      *(
+        self._trajectory(task, sampling, i, HELDOUT_SEED + i)
+        for i, task in enumerate(self._heldout)
+      )
+    )
+    solved = np.mean([trajectory.reward for trajectory in trajectories])
+    logging.info('version %d solves %.3f of held-out', version, solved)
+    await asyncio.to_thread(
+      self._store.write_once, name, records.group_to_bytes(trajectories)
+    )
+
+  async def _trajectory(self, task, sampling, index, seed):
+    return await harness.run(
+      task,
+      engine=self._engine,
+      chat=self._chat,
+      sandbox=self._sandbox,
+      sampling=dataclasses.replace(sampling, seed=seed + self._seed * 7919),
+      config=self._harness,
+      group_index=index,
+    )

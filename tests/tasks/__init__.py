@@ -1,0 +1,1 @@
+"""Tests of `swe17_jax.tasks`."""
