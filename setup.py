@@ -22,6 +22,8 @@ TRAINER = [
   'jax>=0.10',  # jax.shard_map and explicit meshes under these names
   'flax>=0.12',  # NNX with pytree modules
   'optax>=0.2.8',  # the transformations that Muon is built from
+  'jinja2>=3.1',  # report.html, escaped
+  'matplotlib>=3.10',  # curves of report.html, as SVG
   'orbax-checkpoint>=0.12',  # checkpoints of jax 0.10 arrays
   'tensorboard>=2.20',  # event files without TensorFlow
 ]

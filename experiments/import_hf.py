@@ -50,6 +50,11 @@ def import_folder(
   if out.exists():
     raise tree_store.TreeError(f'--out={out} exists; choose another')
   folder = safetensors_folder.open_folder(hf_dir)
+  if folder.config.get('quantization_config'):
+    raise hf.HfError(
+      f'{hf_dir} holds quantised weights (quantization_config in config.json); '
+      'convert them to bfloat16 first'
+    )
   config = model_config.from_hf(folder.config)
   hf.check_shapes(folder.shapes, config)
   partial = out.with_name(out.name + '.partial')

@@ -128,6 +128,11 @@ class SamplingMask:
     """Returns the kept token ids of one position."""
     return self.token_ids[self.offsets[position] : self.offsets[position + 1]]
 
+  def head(self, length: int) -> 'SamplingMask':
+    """Returns the masks of the first `length` positions."""
+    offsets = self.offsets[: length + 1]
+    return SamplingMask(self.token_ids[: offsets[-1]], offsets)
+
   def sizes(self) -> np.ndarray:
     """Returns int32[T], the number of kept tokens (0 = full vocabulary)."""
     return np.diff(self.offsets)
@@ -196,6 +201,17 @@ class Window:
       'a sampled token is not in its own sampling mask (positions '
       f'{np.flatnonzero(masked & ~found)[:5].tolist()}); the engine must '
       'return the support that it sampled from',
+    )
+
+  def head(self, length: int) -> 'Window':
+    """Returns the first `length` tokens as a window of their own."""
+    return Window(
+      tokens=self.tokens[:length],
+      loss_mask=self.loss_mask[:length],
+      rollout_logprobs=self.rollout_logprobs[:length],
+      weight_versions=self.weight_versions[:length],
+      sampling_mask=self.sampling_mask.head(length),
+      routed_experts=self.routed_experts[:length],
     )
 
 

@@ -1,56 +1,17 @@
-"""Engines without a model: for tests, and to record demonstrations.
+"""An engine without a model, for tests of everything around an engine.
 
 `FakeEngine` holds real weights and takes real deltas, and "samples" tokens
-that are a fixed function of the prompt and seed. `ScriptedEngine` answers
-each prompt with tokens that a script chose: the harness then records an
-expert's run as it records any other.
+that are a fixed function of the prompt and seed.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
 from swe17_jax.core import records
 from swe17_jax.engine.interface import Generation, SamplingParams
 from swe17_jax.weights import delta
-
-
-def _generation(
-  prompt_ids, tokens: Sequence[int], version: int, shape: tuple[int, int]
-) -> Generation:
-  rows = len(prompt_ids) + len(tokens) - 1
-  return Generation(
-    token_ids=np.asarray(tokens, np.int32),
-    rollout_logprobs=np.zeros(len(tokens), np.float32),
-    sampling_mask=records.SamplingMask.empty(len(tokens)),
-    weight_versions=np.full(len(tokens), version, np.int32),
-    routed_experts=np.full((rows, *shape), -1, np.int16),
-    finish_reason='stop',
-  )
-
-
-class ScriptedEngine:
-  """Answers with the tokens that `script(prompt_ids)` returns."""
-
-  weight_version = 0
-
-  def __init__(
-    self,
-    script: Callable[[np.ndarray], Sequence[int]],
-    *,
-    routed_shape: tuple[int, int],
-  ):
-    self._script = script
-    self._routed_shape = routed_shape
-
-  async def generate(
-    self, prompt_ids: np.ndarray, *, sampling: SamplingParams
-  ) -> Generation:
-    """Returns the script's answer; its experts are not recorded (-1)."""
-    del sampling
-    tokens = self._script(prompt_ids)
-    return _generation(prompt_ids, tokens, 0, self._routed_shape)
 
 
 class FakeEngine:
@@ -107,4 +68,12 @@ class FakeEngine:
     digest = hashlib.sha256(seed).digest()
     tokens = [byte % self._vocab_size for byte in digest[:3]]
     tokens += sampling.stop_token_ids[:1]
-    return _generation(prompt_ids, tokens, self._version, self._routed_shape)
+    rows = len(prompt_ids) + len(tokens) - 1
+    return Generation(
+      token_ids=np.asarray(tokens, np.int32),
+      rollout_logprobs=np.full(len(tokens), -1.0, np.float32),
+      sampling_mask=records.SamplingMask.empty(len(tokens)),
+      weight_versions=np.full(len(tokens), self._version, np.int32),
+      routed_experts=np.zeros((rows, *self._routed_shape), np.int16),
+      finish_reason='stop',
+    )

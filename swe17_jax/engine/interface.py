@@ -89,13 +89,15 @@ class Engine(Protocol):
     """As `generate`, in chunks; the last one has all routed experts."""
 
   @property
-  def weight_version(self) -> int:
-    """The version that the next token will be sampled under."""
+  def weight_version(self) -> int | None:
+    """The version of the next token; None before the first weights."""
 
   def load_base(
     self, tensors: Mapping[str, np.ndarray], *, weight_version: int
   ) -> None:
     """Replaces all weights at a token boundary."""
 
-  def apply_delta(self, staged, *, weight_version: int) -> None:
+  def apply_delta(
+    self, staged, *, weight_version: int, tensors_digest: str
+  ) -> None:
     """Scatters a staged delta into the weights at a token boundary."""

@@ -28,7 +28,7 @@ import numpy as np
 from absl import logging
 
 from swe17_jax.core import records
-from swe17_jax.engine import sampler
+from swe17_jax.engine import programs, sampler
 from swe17_jax.engine.interface import (
   EngineError,
   Generation,
@@ -37,24 +37,6 @@ from swe17_jax.engine.interface import (
 from swe17_jax.model import hf, transformer
 from swe17_jax.model.config import MoEConfig
 from swe17_jax.weights import delta
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineConfig:
-  """Sizes of the embedded engine."""
-
-  slots: int = 64  # requests decoded together
-  max_tokens: int = 256  # prompt and output of one request
-  prefill_lengths: tuple[int, ...] = (96, 160, 256)  # padded prompt sizes
-  prefill_prompts: int = 8  # distinct prompts per prefill
-  max_mask_tokens: int = 64  # largest top_k, as SGLang's flag of that name
-
-  def __post_init__(self):
-    if sorted(self.prefill_lengths)[-1] < self.max_tokens:
-      raise ValueError(
-        f'the largest of {self.prefill_lengths=} must reach '
-        f'{self.max_tokens=}, or some prompts would have no shape'
-      )
 
 
 @dataclasses.dataclass(eq=False)
@@ -113,7 +95,7 @@ class _Command:
 class JaxEngine:
   """Serves one model; see the module docstring. Close it when done."""
 
-  def __init__(self, model: MoEConfig, config: EngineConfig = EngineConfig()):
+  def __init__(self, model: MoEConfig, config: programs.EngineConfig):
     self._model = model
     self._config = config
     self._host: dict | None = None  # nested numpy arrays, published bytes
@@ -127,11 +109,11 @@ class JaxEngine:
     self._closed = False
     self._failure: BaseException | None = None
     self._prefill = jax.jit(
-      functools.partial(_prefill, model=model, config=config),
+      functools.partial(programs.prefill, model=model, config=config),
       donate_argnums=1,
     )
     self._decode = jax.jit(
-      functools.partial(_decode, model=model, config=config),
+      functools.partial(programs.decode, model=model, config=config),
       donate_argnums=1,
     )
     self._thread = threading.Thread(
@@ -432,51 +414,3 @@ def _no_controls(rows: int) -> sampler.Controls:
     top_p=np.ones(rows, np.float32),
     seed=np.zeros(rows, np.uint32),
   )
-
-
-def _prefill(
-  params, cache, tokens, lengths, source, target, controls, *, model, config
-):
-  """Runs prompts [P, T], copies their entries to slots, samples a token.
-
-  Row i of `source` and `target` [slots] says which prompt goes to which slot;
-  a target past the last slot goes nowhere.
-  """
-  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-  inside = (positions < lengths[:, None]).astype(jnp.int32)
-  out = transformer.apply(
-    params, model, tokens, positions=positions, segment_ids=inside
-  )
-  cache = jax.tree.map(
-    lambda c, e: c.at[target, : e.shape[1]].set(e[source], mode='drop'),
-    cache,
-    out.cache,
-  )
-  last = out.hidden[jnp.arange(tokens.shape[0]), lengths - 1]  # [P, D]
-  logits = transformer.logits(params, model, last)[source]
-  sampled = sampler.sample(
-    logits,
-    lengths[source],
-    controls,
-    max_mask_tokens=config.max_mask_tokens,
-  )
-  return sampled, out.routed_experts, cache
-
-
-def _decode(params, cache, tokens, positions, controls, *, model, config):
-  """One token for every slot: tokens and positions int32 [slots]."""
-  out = transformer.apply(
-    params,
-    model,
-    tokens[:, None],
-    positions=positions[:, None],
-    cache=cache,
-  )
-  logits = transformer.logits(params, model, out.hidden[:, 0])
-  sampled = sampler.sample(
-    logits,
-    positions + 1,
-    controls,
-    max_mask_tokens=config.max_mask_tokens,
-  )
-  return sampled, out.routed_experts, out.cache

@@ -170,7 +170,6 @@ _FIXED = {
   'rope_interleave': (True,),
   'num_nextn_predict_layers': (0, 1, None),  # the draft head is left out
   'topk_method': ('noaux_tc',),
-  'quantization_config': (None,),  # dequantise to bfloat16 first
 }
 
 # Their defaults here are those of a tiny model: a config.json without them
@@ -211,6 +210,7 @@ def from_hf(hf: Mapping[str, Any]) -> MoEConfig:
     family = ('head_dim', 'num_key_value_heads')
   else:
     values['scoring_func'] = hf.get('scoring_func', 'sigmoid')
+    values.pop('head_dim', None)  # latent attention has three of its own
     family = (
       *('kv_lora_rank', 'qk_nope_head_dim', 'qk_rope_head_dim', 'v_head_dim'),
       *('n_group', 'topk_group', 'routed_scaling_factor', 'n_shared_experts'),

@@ -8,13 +8,12 @@ reads the same data as reinforcement learning does.
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from swe17_jax.core import records
-from swe17_jax.engine.fake_engine import ScriptedEngine
-from swe17_jax.engine.interface import SamplingParams
+from swe17_jax.engine.interface import Generation, SamplingParams
 from swe17_jax.rollout import harness
 from swe17_jax.rollout.chat import Chat
 from swe17_jax.tasks.sandbox import Sandbox
@@ -31,6 +30,51 @@ REMARKS = (
 )
 FIRST_REMARKS = ('run it first', 'see what it does', 'test before editing')
 TEST_FRACTION = 0.3  # of the runs begin with the visible call
+
+
+class ScriptedEngine:
+  """Answers with the tokens that `script(prompt_ids)` returns."""
+
+  weight_version = 0
+
+  def __init__(
+    self,
+    script: Callable[[np.ndarray], Sequence[int]],
+    *,
+    routed_shape: tuple[int, int],
+  ):
+    self._script = script
+    self._routed_shape = routed_shape
+
+  async def generate(
+    self, prompt_ids: np.ndarray, *, sampling: SamplingParams
+  ) -> Generation:
+    """Returns the script's answer; its experts are not recorded (-1)."""
+    del sampling
+    tokens = np.asarray(self._script(prompt_ids), np.int32)
+    rows = len(prompt_ids) + tokens.size - 1
+    return Generation(
+      token_ids=tokens,
+      rollout_logprobs=np.zeros(tokens.size, np.float32),
+      sampling_mask=records.SamplingMask.empty(tokens.size),
+      weight_versions=np.zeros(tokens.size, np.int32),
+      routed_experts=np.full((rows, *self._routed_shape), -1, np.int16),
+      finish_reason='stop',
+    )
+
+
+def choose(
+  tasks: Sequence[records.Task], *, count: int, seed: int
+) -> list[records.Task]:
+  """Returns `count` distinct training tasks."""
+  train = [task for task in tasks if task.split == 'train']
+  if count > len(train):
+    raise ValueError(
+      f'{count} demonstrations need as many training tasks; there are '
+      f'{len(train)}'
+    )
+  order = np.random.default_rng(seed).permutation(len(train))
+  return [train[i] for i in order[:count]]
 
 
 def script(task: records.Task, rng: np.random.Generator) -> list[str]:

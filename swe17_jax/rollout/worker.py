@@ -30,25 +30,19 @@ HELDOUT_SEED = 1 << 29  # apart from every training seed
 
 @dataclasses.dataclass(frozen=True)
 class WorkerConfig:
-  """What a worker does, and how far it may run ahead of the trainer."""
+  """How a worker samples and when it evaluates."""
 
-  groups_per_step: int = 16
-  group_size: int = 8  # trajectories per task and group
-  max_staleness: int = 2  # versions, see core/dispatch
   inflight_groups: int = 12  # groups running at once
   temperature: float = 1.0
   top_k: int = 32
   top_p: float = 0.97
   eval_every: int = 30  # versions
-  eval_tasks: int = 0  # held-out tasks per evaluation; 0 = all
 
   def __post_init__(self):
-    if self.groups_per_step < 1 or self.inflight_groups < 1:
-      raise ValueError(f'{self} needs at least one group at a time')
-    if self.group_size < 2 or self.max_staleness < 0:
+    if self.inflight_groups < 1 or self.eval_every < 1:
       raise ValueError(
-        f'group_size={self.group_size} must be >= 2 (a baseline needs two) '
-        f'and max_staleness={self.max_staleness} >= 0'
+        f'inflight_groups={self.inflight_groups} and eval_every='
+        f'{self.eval_every} must be >= 1'
       )
 
 
@@ -67,8 +61,9 @@ class Worker:
   def __init__(
     self,
     config: WorkerConfig,
-    harness_config: harness.HarnessConfig,
     *,
+    dispatch_config: dispatch.DispatchConfig,
+    harness_config: harness.HarnessConfig,
     engine: Engine,
     chat: Chat,
     sandbox: Sandbox,
@@ -77,12 +72,12 @@ class Worker:
     steps: int,
     seed: int,
   ):
-    self._config, self._harness = config, harness_config
+    self._config, self._dispatch = config, dispatch_config
+    self._harness = harness_config
     self._engine, self._chat, self._sandbox = engine, chat, sandbox
     self._store, self._steps, self._seed = store, steps, seed
     self._train = [task for task in tasks if task.split == 'train']
-    heldout = [task for task in tasks if task.split == 'heldout']
-    self._heldout = heldout[: config.eval_tasks or None]
+    self._heldout = [task for task in tasks if task.split == 'heldout']
 
   async def run(self) -> None:
     """Issues every group of the run, evaluating as versions pass."""
@@ -92,8 +87,8 @@ class Worker:
     evaluations = asyncio.create_task(self._evaluate_versions())
     slots = asyncio.Semaphore(self._config.inflight_groups)
     running: set[asyncio.Task] = set()
-    done = set(self._store.list('rollouts/train/'))
-    for index in range(self._steps * self._config.groups_per_step):
+    done = set(self._store.list(dispatch.TRAIN_PREFIX))
+    for index in range(self._steps * self._dispatch.groups_per_step):
       if dispatch.train_name(index) in done:
         continue
       await slots.acquire()
@@ -115,24 +110,21 @@ class Worker:
       await asyncio.sleep(VERSION_POLL_S)
 
   async def _wait_to_start(self, index: int) -> None:
-    while not dispatch.may_start(
-      index,
-      weight_version=self._engine.weight_version,
-      groups_per_step=self._config.groups_per_step,
-      max_staleness=self._config.max_staleness,
+    while not self._dispatch.may_start(
+      index, weight_version=self._engine.weight_version
     ):
       await asyncio.sleep(VERSION_POLL_S)
 
   async def _group(self, index: int) -> None:
-    config = self._config
+    config, size = self._config, self._dispatch.group_size
     task = task_of(index, self._train, seed=self._seed)
     sampling = SamplingParams(
       temperature=config.temperature, top_k=config.top_k, top_p=config.top_p
     )
     trajectories = await asyncio.gather(
       *(
-        self._trajectory(task, sampling, index, index * config.group_size + i)
-        for i in range(config.group_size)
+        self._trajectory(task, sampling, index, index * size + i)
+        for i in range(size)
       )
     )
     await asyncio.to_thread(

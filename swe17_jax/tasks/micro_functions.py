@@ -1,12 +1,7 @@
 """Small correct programs and the arguments of their hidden calls.
 
-Each source is 90-220 characters of plain Python; no arguments are chosen to
-favour a bug. Expected values are not written down: `micro_repair` computes
-them by running the correct program.
-
-Example:
-  >>> PROGRAMS[0].name
-  'binary_search'
+Each source is 90-220 characters of plain Python. Expected values are not
+written down: `micro_repair` computes them by running the correct program.
 """
 
 import dataclasses

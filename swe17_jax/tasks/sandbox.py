@@ -160,14 +160,16 @@ class Sandbox:
     for _ in range(_ATTEMPTS):
       if self._process is None:
         self._start(self.mode)
+      answered = False
       try:
-        return self._exchange(job)
+        result = self._exchange(job)
+        answered = True
+        return result
       except _RunnerDied as error:
         reason = str(error)
-        self._stop()
-      except BaseException:  # a late reply must not answer the next job
-        self._stop()
-        raise
+      finally:
+        if not answered:  # a late reply must not answer the next job
+          self._stop()
     raise SandboxError(
       f'the {self.mode} sandbox died {_ATTEMPTS} times on one job '
       f'({reason}); fix: {_FIXES[self.mode]}'

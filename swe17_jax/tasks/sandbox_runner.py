@@ -59,6 +59,7 @@ def write_all(file, data):
 
 
 def write_frame(file, message):
+  """Writes one JSON value after its length."""
   body = json.dumps(message).encode()
   write_all(file, struct.pack('>I', len(body)) + body)
 

@@ -1,0 +1,200 @@
+"""Asynchronous reinforcement learning of a MoE agent on one machine.
+
+Command:   python experiments/train_rl.py --workdir=runs/quickstart/rl \
+             --init=runs/quickstart/sft
+Hardware:  2 CPU cores
+Result:    WORKDIR/report.html, metrics.jsonl, TensorBoard files; the last
+           line of standard output is a JSON object with the results.
+
+Starts a rollout worker (experiments/rollout.py) as a process of its own and
+trains on what it writes to the store. Ctrl-C stops cleanly, kill -9 loses at
+most a step: the same command resumes.
+"""
+
+import dataclasses
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+from configs import tiny
+from rich import console, progress
+
+from swe17_jax.analysis import report, summary
+from swe17_jax.core import config as core_config
+from swe17_jax.core import metrics, safetensors_folder, storage
+from swe17_jax.model import config as model_config
+from swe17_jax.model import hf
+from swe17_jax.train import loop, source
+
+STARTED = time.monotonic()
+_WORKDIR = flags.DEFINE_string(
+  'workdir', None, 'Checkpoints, metrics and report go here.', required=True
+)
+_INIT = flags.DEFINE_string(
+  'init', None, 'Workdir of a finished sft.py.', required=True
+)
+_STORE = flags.DEFINE_string(
+  'store',
+  None,
+  'Folder or gs:// URL for weights and records; WORKDIR/store by default.',
+)
+_SEED = flags.DEFINE_integer('seed', 0, 'Of the order of tasks and sampling.')
+_SET = flags.DEFINE_multi_string(
+  'set', [], 'path=value on the configuration, e.g. train.steps=50.'
+)
+_DRY_RUN = flags.DEFINE_bool(
+  'dry_run', False, 'Print the resolved configuration and stop.'
+)
+WORKER_RESTARTS = 5  # of a worker that dies, before the run gives up
+
+
+class RolloutProcess:
+  """The rollout worker as a child that dies with us; restarted if it dies."""
+
+  def __init__(self, arguments: list[str], log: pathlib.Path):
+    self._arguments, self._log = arguments, log
+    self._closing = False
+    self._process = self._start()
+    self.failed = threading.Event()
+    threading.Thread(target=self._supervise, daemon=True).start()
+
+  def _start(self) -> subprocess.Popen:
+    program = pathlib.Path(__file__).with_name('rollout.py')
+    with self._log.open('ab') as log:
+      return subprocess.Popen(
+        [sys.executable, str(program), '--with_parent', *self._arguments],
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+      )
+
+  def _supervise(self) -> None:
+    for _ in range(WORKER_RESTARTS):
+      if self._process.wait() == 0 or self._closing:
+        return
+      time.sleep(1.0)  # a worker that dies at once must not spin
+      self._process = self._start()
+    self.failed.set()
+
+  def close(self) -> None:
+    """Ends the child: its standard input closes, and it leaves."""
+    self._closing = True
+    self._process.stdin.close()
+    self._process.wait()
+
+
+class ProgressLine:
+  """Step, reward, tokens per second and time left, on one line."""
+
+  def __init__(self, steps: int):
+    self._bar = progress.Progress(
+      progress.TextColumn('step'),
+      progress.MofNCompleteColumn(),
+      progress.BarColumn(),
+      progress.TextColumn('{task.fields[facts]}'),
+      progress.TimeRemainingColumn(elapsed_when_finished=True),
+      console=console.Console(stderr=True),
+    )
+    self._line = self._bar.add_task('', total=steps, facts='')
+    self._heldout = ''
+
+  def __enter__(self) -> 'ProgressLine':
+    self._bar.start()
+    return self
+
+  def __exit__(self, *_) -> None:
+    self._bar.stop()
+
+  def update(self, step: int, row: Mapping[str, float]) -> None:
+    """Shows a finished step."""
+    if 'heldout/reward' in row:
+      self._heldout = f'held-out {row["heldout/reward"]:.3f}'
+    facts = (
+      f'reward {row["train/reward"]:.3f} {self._heldout} '
+      f'{row["train/tokens_per_s"]:.0f} tokens/s'
+    )
+    self._bar.update(self._line, completed=step + 1, facts=facts)
+
+
+def main(_):
+  config = core_config.apply_overrides(tiny.CONFIG, _SET.value)
+  if _DRY_RUN.value:
+    print(core_config.render(config))
+    return
+  workdir, init = pathlib.Path(_WORKDIR.value), pathlib.Path(_INIT.value)
+  workdir.mkdir(parents=True, exist_ok=True)
+  (workdir / 'config.txt').write_text(core_config.render(config) + '\n')
+  url = _STORE.value or str(workdir / 'store')
+  stop = threading.Event()
+  for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda *_: stop.set())
+  groups = source.GroupSource(
+    storage.open_store(url),
+    config.dispatch,
+    timeout_s=config.train.group_timeout_s,
+    stop=stop,
+  )
+  earlier_s = summary.wall_s(workdir)
+  rollouts = RolloutProcess(
+    [
+      f'--store={url}',
+      f'--model={init / "model"}',
+      f'--tasks={init / "tasks.jsonl"}',
+      f'--seed={_SEED.value}',
+      *(f'--set={override}' for override in _SET.value),
+    ],
+    workdir / 'rollout.log',
+  )
+  try:
+    train(config, groups, init=init, workdir=workdir, url=url)
+    final = groups.wait_for_heldout(config.train.steps)
+  except source.Stopped:
+    print('stopped; the same command resumes', file=sys.stderr)
+    return
+  finally:
+    rollouts.close()
+  with metrics.MetricsWriter(workdir) as writer:
+    writer.truncate(config.train.steps)
+    writer.write(config.train.steps, {'heldout/reward': final})
+  cold_start_s = json.loads((init / 'done.json').read_text())['wall_s']
+  wall_s = cold_start_s + earlier_s + time.monotonic() - STARTED
+  result = summary.summarize(workdir, wall_s=wall_s)
+  page = report.write(workdir, store=storage.open_store(url), summary=result)
+  print(f'see {page}', file=sys.stderr)
+  print(json.dumps(result))
+
+
+def train(config, groups, *, init, workdir, url) -> None:
+  """Runs the main loop from the cold-started model."""
+  folder = safetensors_folder.open_folder(init / 'model')
+  model = dataclasses.replace(
+    model_config.from_hf(folder.config),
+    expert_dispatch=config.model.expert_dispatch,
+  )
+
+  def initial():
+    params = hf.from_hf(folder.read, model, shapes=folder.shapes)
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+
+  with ProgressLine(config.train.steps) as line:
+    loop.run(
+      config.train,
+      model=model,
+      initial=initial,
+      groups=groups,
+      store=storage.open_store(url),
+      workdir=workdir,
+      on_step=line.update,
+    )
+
+
+if __name__ == '__main__':
+  app.run(main)
