@@ -92,7 +92,7 @@ def main(_):
 
 
 def _die_with_parent() -> None:
-  sys.stdin.buffer.read()  # returns when the parent's end of the pipe closes
+  os.read(sys.stdin.fileno(), 1)  # returns when the parent's end closes
   os._exit(1)  # nothing here needs cleaning: records are written once
 
 

@@ -48,6 +48,7 @@ def main(_):
     logging.info('%s is done already', workdir)
     return
   workdir.mkdir(parents=True, exist_ok=True)
+  logging.get_absl_handler().use_absl_log_file('sft', str(workdir))
   screen = console.Console(stderr=True)
   with sandbox.Sandbox() as box, screen.status('making tasks'):
     # The task set is the same whatever the seed of a run.

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from absl import app, flags, logging
 from configs import tiny
 from rich import console, progress
 
@@ -131,6 +131,7 @@ def main(_):
     return
   workdir, init = pathlib.Path(_WORKDIR.value), pathlib.Path(_INIT.value)
   workdir.mkdir(parents=True, exist_ok=True)
+  logging.get_absl_handler().use_absl_log_file('train', str(workdir))
   (workdir / 'config.txt').write_text(core_config.render(config) + '\n')
   url = _STORE.value or str(workdir / 'store')
   stop = threading.Event()

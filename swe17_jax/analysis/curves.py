@@ -68,7 +68,7 @@ class Plot:
   svg: str = ''  # '' if nothing was recorded
 
 
-# Title, note and panels of the plots that show none.
+# Title, note and panels of the plots that show no limit.
 _UNLIMITED = (
   (
     'Staleness',

@@ -42,6 +42,7 @@ th, td {
   border-bottom: 1px solid var(--edge);
 }
 th { font-weight: 600; }
+td .good, td .bad { white-space: nowrap; }
 td.number, th.number {
   text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap;
 }

@@ -1,7 +1,8 @@
 """An expert's runs on training tasks, recorded by the ordinary harness.
 
-The expert knows each task's original line. It remarks on the line in one of
-several ways, runs the visible call first in some of the runs, edits, submits.
+The expert knows each task's original line. It remarks on it in one of several
+ways and edits it; sometimes it runs the visible call before it submits, and
+sometimes it suspects another line first and goes on when the test fails.
 The runs come out as `Trajectory` records like any other, so the cold start
 reads the same data as reinforcement learning does.
 """
@@ -28,8 +29,9 @@ REMARKS = (
   'line {} does not fit',
   'something is odd in line {}',
 )
-FIRST_REMARKS = ('run it first', 'see what it does', 'test before editing')
-TEST_FRACTION = 0.3  # of the runs begin with the visible call
+# Shares of the three kinds of run; the rest submits without a test.
+TESTED = 0.3  # edits the right line, tests, submits
+RETRIED = 0.25  # rewrites a line that was right, tests, tries another
 
 
 class ScriptedEngine:
@@ -79,13 +81,23 @@ def choose(
 
 def script(task: records.Task, rng: np.random.Generator) -> list[str]:
   """Returns what the expert writes in each turn."""
-  line = task.metadata['line']
-  remark = REMARKS[rng.integers(len(REMARKS))].format(line)
-  fix = f'# {remark}\nedit {line}|{task.metadata["original"]}\nsubmit'
-  if rng.random() >= TEST_FRACTION:
-    return [fix]
-  first = FIRST_REMARKS[rng.integers(len(FIRST_REMARKS))]
-  return [f'# {first}\ntest', fix]
+  line = int(task.metadata['line'])
+  lines = task.files[harness.FILE].rstrip('\n').split('\n')
+  lines[line - 1] = task.metadata['original']
+
+  def edit(number):
+    return f'edit {number}|{lines[number - 1]}'
+
+  kind = rng.random()
+  others = [n for n in range(1, len(lines) + 1) if n != line]
+  wrong = others[rng.integers(len(others))]
+  first = wrong if kind < RETRIED else line
+  remark = '# ' + REMARKS[rng.integers(len(REMARKS))].format(first)
+  if kind < RETRIED:
+    return [f'{remark}\n{edit(wrong)}\ntest', f'{edit(line)}\ntest', 'submit']
+  if kind < RETRIED + TESTED:
+    return [f'{remark}\n{edit(line)}\ntest', 'submit']
+  return [f'{remark}\n{edit(line)}\nsubmit']
 
 
 def record(

@@ -1,10 +1,10 @@
-"""The agent loop of the quickstart: read, perhaps test, edit, submit.
+"""The agent loop of the quickstart: read, edit, test, submit.
 
 The agent sees a function with numbered lines and answers in lines of text:
 
     # anything          a remark (its reasoning)
-    test                runs the visible call, ends the turn
     edit 3|  x = x + 1  replaces line 3
+    test                runs the visible call, ends the turn
     submit              hands the program to the verifier, ends the episode
 
 A turn that does neither `test` nor `submit` is answered and goes on; a line
@@ -34,9 +34,10 @@ _EDIT = re.compile(r'edit (\d+)\|(.*)')
 class HarnessConfig:
   """Limits of one trajectory."""
 
-  max_turns: int = 3
+  max_turns: int = 5
   max_turn_tokens: int = 48  # sampled tokens of a turn
-  max_tokens: int = 250  # of a window, prompt included
+  max_tokens: int = 320  # of a window, prompt included
+  observation_chars: int = 48  # of a tool's answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +198,7 @@ async def run(
     if answer is None:
       finish = 'submit'
       break
+    answer = answer[: config.observation_chars]
     transcript.append(f'<tool> {answer}')
     recorder.given(chat.observation(answer))
   verdict = records.Verdict(False, 0, len(task.hidden), f'ended by {finish}')

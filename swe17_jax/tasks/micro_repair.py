@@ -26,8 +26,8 @@ from swe17_jax.tasks import micro_functions
 from swe17_jax.tasks import sandbox as sandbox_lib
 
 INSTRUCTION = 'Fix the bug.'
-BUGS_PER_FUNCTION = 28  # at most, so that no function dominates
-HELDOUT_FRACTION = 0.3
+BUGS_PER_FUNCTION = 60  # at most, so that no function dominates
+HELDOUT_FRACTION = 0.2
 _COMPARE = {
   ast.Lt: ('<', ('<=', '>')),
   ast.LtE: ('<=', ('<', '>=')),

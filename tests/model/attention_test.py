@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from swe17_jax.model import attention, transformer
+from swe17_jax.model import attention, hf, transformer
 from swe17_jax.model import config as model_config
 
 _SMALL = dict(
@@ -29,8 +29,15 @@ _FAMILIES = (('gqa', _GQA), ('mla', _MLA))
 
 @functools.cache
 def _params(config):
-  init = jax.jit(transformer.init, static_argnums=0)
-  return init(config, jax.random.key(0))
+  """Random parameters, made without compiling anything."""
+  generator = np.random.default_rng(0)
+  tensors = {
+    name: generator.standard_normal(slot.shape, np.float32)
+    * (slot.shape[-1] ** -0.5 if name.endswith('proj.weight') else 1)
+    for name, slot in hf.tensor_specs(config).items()
+  }
+  shapes = {name: array.shape for name, array in tensors.items()}
+  return hf.from_hf(tensors.__getitem__, config, shapes=shapes)
 
 
 @functools.partial(jax.jit, static_argnames='config')
@@ -133,10 +140,12 @@ class PackingTest(parameterized.TestCase):
     # The second row is padding as a whole.
     rows = _rows(*_packed(_tokens(4), _tokens(4)))
 
-    def loss(params):
+    @jax.jit
+    @jax.value_and_grad
+    def run(params):
       return (_compiled(params, *rows, config=config).hidden ** 2).sum()
 
-    value, gradient = jax.value_and_grad(loss)(_params(config))
+    value, gradient = run(_params(config))
     self.assertTrue(np.isfinite(value))
     for array in jax.tree.leaves(gradient):
       self.assertTrue(np.isfinite(array).all())

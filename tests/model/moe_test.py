@@ -149,7 +149,7 @@ class MoETest(parameterized.TestCase):
 
 
 class GradientTest(parameterized.TestCase):
-  @parameterized.named_parameters(*_CASES)
+  @parameterized.named_parameters(*_CONFIGS.items())
   def test_replay_trains_the_router(self, config):
     params = _layer(config)[1]
     target = jax.random.normal(jax.random.key(2), (1, _TOKENS, 12))
