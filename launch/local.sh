@@ -14,9 +14,9 @@ usage() {
     '         resume. The last line of output is JSON.' \
     '         --workdir=DIR  where the run lives (default runs/quickstart)' \
     '         --seed=N       passed to both programs' \
+    '         --set path=value  changes the configuration (repeatable)' \
     '         --dry_run      both print their configuration and do nothing' \
-    '         ARGS           go to experiments/train_rl.py, for example' \
-    '                        --set path=value (repeatable)' \
+    '         ARGS           go to experiments/train_rl.py' \
     '  test   Checks format and lint, then runs the tests that take no longer' \
     '         than seconds; --slow runs all of them.' \
     '' \
@@ -170,10 +170,10 @@ train() {
   while [ $# -gt 0 ]; do
     case $1 in
       --workdir=*) workdir=${1#*=} ;;
-      --seed=* | --dry_run) both+=("$1") ;;
-      --workdir | --seed)
+      --seed=* | --set=* | --dry_run) both+=("$1") ;;
+      --workdir | --seed | --set)
         [ $# -gt 1 ] || die "$1 needs a value: $1=..."
-        if [ "$1" = --seed ]; then both+=("--seed=$2"); else workdir=$2; fi
+        if [ "$1" = --workdir ]; then workdir=$2; else both+=("$1=$2"); fi
         shift
         ;;
       *) rest+=("$1") ;;
@@ -186,7 +186,7 @@ train() {
   run_child "$venv/bin/python" experiments/sft.py "--workdir=$workdir/sft" \
     ${both[@]+"${both[@]}"}
   exec "$venv/bin/python" experiments/train_rl.py "--workdir=$workdir/rl" \
-    "--init=$workdir/sft/model" ${both[@]+"${both[@]}"} ${rest[@]+"${rest[@]}"}
+    "--init=$workdir/sft" ${both[@]+"${both[@]}"} ${rest[@]+"${rest[@]}"}
 }
 
 run_tests() {

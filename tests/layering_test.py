@@ -40,6 +40,7 @@ ALLOWED = {
   'engine': 'weights core',
   'engine/interface': 'core',
   'engine/jax_engine': 'engine model parallel weights core',
+  'engine/programs': 'engine model parallel core',
   'rollout': 'tasks weights core engine/interface',
   'analysis': 'rollout tasks weights core',
 }
@@ -63,10 +64,12 @@ JAX = ('jax', 'jaxlib', 'flax', 'optax', 'orbax')
 DOORS = {
   'flax': ('model/',),
   'optax': ('optim/', 'train/step'),
-  'orbax': ('train/checkpoint',),
+  'orbax': ('train/tree_store',),
   'sglang': ('engine/sglang_',),
   'google': ('core/storage',),
   'tensorboard': ('core/metrics',),
+  'matplotlib': ('analysis/curves',),
+  'jinja2': ('analysis/page',),
   'tokenizers': ('rollout/chat',),
   'absl.app': (),  # experiments/ only
   'absl.flags': (),  # experiments/ only
@@ -275,7 +278,7 @@ _EXAMPLE = {
   'optim/muon.py': 'import optax',
   'train/__init__.py': '',
   'train/loop.py': 'from swe17_jax.model import moe\nimport time',
-  'train/checkpoint.py': 'import orbax.checkpoint as ocp',
+  'train/tree_store.py': 'import orbax.checkpoint as ocp',
   'engine/interface.py': 'from swe17_jax.core import records',
   'engine/fake_engine.py': 'from swe17_jax.engine import interface',
   'engine/jax_engine.py': 'from swe17_jax.model import moe',

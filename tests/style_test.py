@@ -29,6 +29,7 @@ SUPERVISORS = (
   'swe17_jax/weights/controller.py',  # nor a failed update the engine
   'swe17_jax/engine/jax_engine.py',  # a dead thread tells those who wait on it
   'swe17_jax/tasks/sandbox_runner.py',  # foreign code may raise anything
+  'swe17_jax/train/tree_store.py',  # orbax raises Exception for cut off data
 )
 
 _OPEN_TASK = re.compile(r'\b(TODO|FIXME|XXX|HACK)\b(?!\([\w-]+\): \S)')

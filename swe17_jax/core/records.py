@@ -35,12 +35,19 @@ import dataclasses
 import io
 import json
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 FORMAT = 'swe17.group.1'
+
+# What reading a damaged zip archive raises; RuntimeError: 'is encrypted'.
+_UNREADABLE = (
+  *(OSError, ValueError, KeyError, EOFError, TypeError, RuntimeError),
+  *(zipfile.BadZipFile, zlib.error),
+)
 
 
 class RecordError(ValueError):
@@ -145,6 +152,16 @@ class SamplingMask:
     return cls(np.concatenate([mask.token_ids for mask in masks]), offsets)
 
 
+# Arrays of a window and how many axes they have.
+_AXES = {
+  'tokens': 1,
+  'loss_mask': 1,
+  'rollout_logprobs': 1,
+  'weight_versions': 1,
+  'routed_experts': 3,
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Window:
   """The tokens between two compactions of a trajectory; append-only.
@@ -160,14 +177,15 @@ class Window:
   routed_experts: np.ndarray  # int16[T, L, A]
 
   def __post_init__(self):
+    lengths = {'sampling_mask': len(self.sampling_mask)}
+    for name, axes in _AXES.items():
+      shape = getattr(self, name).shape
+      _require(
+        len(shape) == axes,
+        f'Window.{name} has shape {shape}, must have {axes} axes',
+      )
+      lengths[name] = shape[0]
     length = self.tokens.size
-    lengths = {
-      'loss_mask': self.loss_mask.size,
-      'rollout_logprobs': self.rollout_logprobs.size,
-      'weight_versions': self.weight_versions.size,
-      'sampling_mask': len(self.sampling_mask),
-      'routed_experts': self.routed_experts.shape[0],
-    }
     for name, size in lengths.items():
       _require(
         size == length,
@@ -320,7 +338,7 @@ def group_from_bytes(data: bytes) -> tuple[Trajectory, ...]:
     with np.load(io.BytesIO(data), allow_pickle=False) as archive:
       arrays = {name: archive[name] for name in archive.files}
     meta = json.loads(arrays['meta'].tobytes())
-  except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+  except _UNREADABLE as error:
     raise RecordError(
       f'not a readable group record of {len(data)} bytes ({error}); fetch it '
       'again, and drop it if it stays unreadable'

@@ -17,6 +17,7 @@ are applied to and digested, and the compute copy on the device.
 import asyncio
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -27,61 +28,16 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from swe17_jax.core import records
 from swe17_jax.engine import programs, sampler
 from swe17_jax.engine.interface import (
   EngineError,
   Generation,
   SamplingParams,
 )
+from swe17_jax.engine.request import Held, Request
 from swe17_jax.model import hf, transformer
 from swe17_jax.model.config import MoEConfig
 from swe17_jax.weights import delta
-
-
-@dataclasses.dataclass(eq=False)
-class _Request:
-  """A request on its way through the engine; owned by the engine thread."""
-
-  prompt: np.ndarray
-  sampling: SamplingParams
-  future: concurrent.futures.Future
-  on_chunk: object | None = None  # called with each Generation of a stream
-  slot: int = -1
-  tokens: list = dataclasses.field(default_factory=list)
-  logprobs: list = dataclasses.field(default_factory=list)
-  masks: list = dataclasses.field(default_factory=list)
-  versions: list = dataclasses.field(default_factory=list)
-  routed: list = dataclasses.field(default_factory=list)
-
-  def controls(self) -> tuple:
-    """Returns the row of `sampler.Controls` for this request."""
-    sampling = self.sampling
-    return (
-      sampling.temperature,
-      sampling.top_k,
-      sampling.top_p,
-      sampling.seed & 0xFFFFFFFF,
-    )
-
-  def finish_reason(self) -> str | None:
-    """Says whether the last token ends the request."""
-    if self.tokens[-1] in self.sampling.stop_token_ids:
-      return 'stop'
-    if len(self.tokens) >= self.sampling.max_new_tokens:
-      return 'length'
-    return None
-
-  def generation(self, finish: str | None, *, start: int) -> Generation:
-    """Returns the tokens from `start` on, with all experts at the end."""
-    return Generation(
-      token_ids=np.asarray(self.tokens[start:], np.int32),
-      rollout_logprobs=np.asarray(self.logprobs[start:], np.float32),
-      sampling_mask=records.SamplingMask.from_lists(self.masks[start:]),
-      weight_versions=np.asarray(self.versions[start:], np.int32),
-      routed_experts=np.concatenate(self.routed) if finish else None,
-      finish_reason=finish,
-    )
 
 
 @dataclasses.dataclass(eq=False)
@@ -104,8 +60,10 @@ class JaxEngine:
     self._version: int | None = None
     self._wake = threading.Condition()
     self._commands: collections.deque[_Command] = collections.deque()
-    self._waiting: collections.deque[_Request] = collections.deque()
-    self._slots: list[_Request | None] = [None] * config.slots
+    self._waiting: collections.deque[Request] = collections.deque()
+    self._slots: list[Request | None] = [None] * config.slots
+    # Idle slots, the longest idle first, and what their caches still hold.
+    self._idle: dict[int, Held | None] = dict.fromkeys(range(config.slots))
     self._closed = False
     self._failure: BaseException | None = None
     self._prefill = jax.jit(
@@ -141,7 +99,8 @@ class JaxEngine:
     loop, chunks = asyncio.get_running_loop(), asyncio.Queue()
 
     def on_chunk(chunk):
-      loop.call_soon_threadsafe(chunks.put_nowait, chunk)
+      with contextlib.suppress(RuntimeError):  # the reader's loop has closed
+        loop.call_soon_threadsafe(chunks.put_nowait, chunk)
 
     request = self._submit(prompt_ids, sampling, on_chunk)
     request.future.add_done_callback(lambda _: on_chunk(None))
@@ -152,7 +111,7 @@ class JaxEngine:
     finally:
       request.future.cancel()
 
-  def _submit(self, prompt_ids, sampling, on_chunk) -> _Request:
+  def _submit(self, prompt_ids, sampling, on_chunk) -> Request:
     config = self._config
     prompt = np.asarray(prompt_ids, np.int32)
     if not 0 < prompt.size < config.max_tokens:
@@ -161,6 +120,12 @@ class JaxEngine:
         f'max_tokens - 1 = {config.max_tokens - 1}; raise '
         'EngineConfig.max_tokens or compact the prompt'
       )
+    for token in (int(prompt.min()), int(prompt.max())):
+      if not 0 <= token < self._model.vocab_size:
+        raise EngineError(
+          f'token id {token} of a prompt is outside the vocabulary of '
+          f'{self._model.vocab_size}; is the tokenizer of another model?'
+        )
     if sampling.top_k > config.max_mask_tokens:
       raise EngineError(
         f'top_k={sampling.top_k} is above max_mask_tokens='
@@ -169,16 +134,14 @@ class JaxEngine:
     room = config.max_tokens - prompt.size
     if sampling.max_new_tokens > room:
       sampling = dataclasses.replace(sampling, max_new_tokens=room)
-    request = _Request(prompt, sampling, concurrent.futures.Future(), on_chunk)
+    request = Request(prompt, sampling, concurrent.futures.Future(), on_chunk)
     self._enqueue(self._waiting, request)
     return request
 
   def _enqueue(self, queue, item) -> None:
     with self._wake:
-      if self._failure is not None:
-        raise EngineError(f'the engine has died: {self._failure!r}')
       if self._closed:
-        raise EngineError('the engine is closed')
+        raise self._refusal()
       queue.append(item)
       self._wake.notify()
 
@@ -224,8 +187,8 @@ class JaxEngine:
     """Scatters a staged delta into the weights between two tokens.
 
     Raises:
-      delta.DeltaError: the result has another digest; the engine must be
-        given a base before it serves again.
+      delta.DeltaError: the result has another digest. The engine goes on
+        with the version that it served; no delta fits until the next base.
     """
 
     def scatter():
@@ -242,7 +205,8 @@ class JaxEngine:
 
   def _install(self, weight_version: int) -> None:
     dtype = jnp.float32 if jax.default_backend() == 'cpu' else jnp.bfloat16
-    self._params = jax.tree.map(lambda x: jnp.asarray(x, dtype), self._host)
+    # A copy, always: the next delta is written into the host's arrays.
+    self._params = jax.tree.map(lambda x: jnp.array(x, dtype), self._host)
     self._version = weight_version
     logging.info('engine serves weight_version %d', weight_version)
 
@@ -258,7 +222,7 @@ class JaxEngine:
     return self._prefill._cache_size() + self._decode._cache_size()
 
   def close(self) -> None:
-    """Stops the engine thread; unfinished requests are cancelled."""
+    """Stops the engine thread; unfinished requests get an EngineError."""
     with self._wake:
       self._closed = True
       self._wake.notify()
@@ -287,7 +251,7 @@ class JaxEngine:
       logging.exception('engine thread died')
       self._failure = error
     finally:
-      self._cancel_all()
+      self._refuse_all()
 
   def _wait(self) -> bool:
     with self._wake:
@@ -305,40 +269,73 @@ class JaxEngine:
       command = self._commands.popleft()
       try:
         command.run()
-      except ValueError as error:  # DeltaError, HfError: the caller's to know
+      except BaseException as error:  # the caller's to know, whatever it is
         command.future.set_exception(error)
+        if not isinstance(error, ValueError):  # neither DeltaError nor HfError
+          raise
       else:
         command.future.set_result(None)
 
   def _drop_cancelled(self) -> None:
-    for slot, request in enumerate(self._slots):
-      if request is not None and request.future.cancelled():
-        self._slots[slot] = None
+    for request in filter(None, list(self._slots)):
+      if request.future.cancelled():
+        self._release(request.slot, None)
 
-  def _cancel_all(self) -> None:
-    failure = self._failure or EngineError('the engine is closed')
+  def _release(self, slot: int, held: Held | None) -> None:
+    self._slots[slot] = None
+    self._idle[slot] = held
+
+  def _refuse_all(self) -> None:
+    """Ends what is unfinished; nothing is taken after this."""
+    with self._wake:
+      self._closed = True
     pending = [*self._waiting, *filter(None, self._slots), *self._commands]
     for item in pending:
-      if not item.future.done():
-        item.future.set_exception(failure)
+      if item.future.set_running_or_notify_cancel():
+        item.future.set_exception(self._refusal())
+
+  def _refusal(self) -> EngineError:
+    if self._failure is None:
+      return EngineError('the engine is closed')
+    return EngineError(
+      f'the engine has died: {self._failure!r}; start another one and give '
+      'it a base'
+    )
 
   def _admit(self, cache):
-    """Prefills waiting requests into free slots, equal prompts once."""
-    free = [slot for slot, request in enumerate(self._slots) if not request]
+    """Gives waiting requests a slot, in order, and prefills new prompts."""
     prompts: dict[bytes, int] = {}
-    chosen: list[tuple[_Request, int]] = []
-    while self._waiting and free:
+    chosen: list[tuple[Request, int]] = []
+    while self._waiting and self._idle:
       request = self._waiting[0]
-      key = request.prompt.tobytes()
-      if key not in prompts and len(prompts) == self._config.prefill_prompts:
-        break
-      self._waiting.popleft()
       if request.future.cancelled():
+        self._waiting.popleft()
         continue
-      request.slot = free.pop()
-      chosen.append((request, prompts.setdefault(key, len(prompts))))
-    if not chosen:
-      return cache
+      slot = self._slot_that_holds(request.prompt)
+      if slot is None:
+        key = request.prompt.tobytes()
+        if key not in prompts and len(prompts) == self._config.prefill_prompts:
+          break
+        slot = next(iter(self._idle))
+        chosen.append((request, prompts.setdefault(key, len(prompts))))
+      else:
+        request.go_on(self._idle[slot])
+      self._waiting.popleft()
+      del self._idle[slot]
+      self._slots[slot], request.slot = request, slot
+    return self._fill(cache, chosen) if chosen else cache
+
+  def _slot_that_holds(self, prompt: np.ndarray) -> int | None:
+    """Returns an idle slot that the prompt goes on from, the longest one."""
+    longest = prompt.size - self._config.max_fed_tokens - 1
+    best = None
+    for slot, held in self._idle.items():
+      if held and held.tokens.size > longest and held.begins(prompt):
+        best, longest = slot, held.tokens.size
+    return best
+
+  def _fill(self, cache, chosen: list[tuple[Request, int]]):
+    """Prefills (request, row of its prompt) pairs, equal prompts once."""
     longest = max(request.prompt.size for request, _ in chosen)
     width = min(w for w in self._config.prefill_lengths if w >= longest)
     tokens = np.zeros((self._config.prefill_prompts, width), np.int32)
@@ -348,7 +345,7 @@ class JaxEngine:
     controls = _no_controls(self._config.slots)
     for row, (request, prompt) in enumerate(chosen):
       tokens[prompt, : request.prompt.size] = request.prompt
-      lengths[prompt] = request.prompt.size
+      lengths[prompt] = request.fed = request.prompt.size
       source[row], target[row] = prompt, request.slot
       for column, value in zip(controls, request.controls(), strict=True):
         column[row] = value
@@ -358,53 +355,51 @@ class JaxEngine:
     routed = np.asarray(routed)
     for request, prompt in chosen:
       request.routed.append(routed[prompt, : request.prompt.size])
-      self._slots[request.slot] = request
-    self._deliver([request for request, _ in chosen], sampled, None)
+    self._deliver(list(enumerate(request for request, _ in chosen)), sampled)
     return cache
 
   def _step(self, cache):
-    """Decodes one token in every busy slot."""
+    """Feeds one token in every busy slot and samples the next."""
     size = self._config.slots
     tokens, positions = np.zeros(size, np.int32), np.zeros(size, np.int32)
-    # An empty slot writes past the end of the cache, that is nowhere.
+    # An idle slot writes past the end of the cache, that is nowhere.
     positions[:] = self._config.max_tokens
     controls = _no_controls(size)
-    busy: list[_Request] = []
-    for slot, request in enumerate(self._slots):
-      if request is None:
-        continue
-      busy.append(request)
-      tokens[slot] = request.tokens[-1]
-      positions[slot] = request.prompt.size + len(request.tokens) - 1
+    busy = list(filter(None, self._slots))
+    for request in busy:
+      slot = request.slot
+      tokens[slot], positions[slot] = request.next_input()
       for column, value in zip(controls, request.controls(), strict=True):
         column[slot] = value
     sampled, routed, cache = self._decode(
       self._params, cache, tokens, positions, controls
     )
-    rows = [request.slot for request in busy]
-    sampled = sampler.Sampled(*(np.asarray(x)[rows] for x in sampled))
-    self._deliver(busy, sampled, np.asarray(routed)[rows])
+    routed = np.asarray(routed)  # [slots, 1, L, A]
+    for request in busy:
+      request.routed.append(routed[request.slot])
+    self._deliver(
+      [(r.slot, r) for r in busy if r.fed == r.prompt.size], sampled
+    )
     return cache
 
-  def _deliver(self, requests, sampled, routed) -> None:
+  def _deliver(self, rows: list[tuple[int, Request]], sampled) -> None:
+    """Hands each request the token sampled in its row."""
     sampled = sampler.Sampled(*map(np.asarray, sampled))
     token, logprob = sampled.token.tolist(), sampled.logprob.tolist()
     sizes = sampled.mask_size.tolist()
-    for row, request in enumerate(requests):
+    for row, request in rows:
       request.tokens.append(token[row])
       request.logprobs.append(logprob[row])
       request.masks.append(sampled.mask_ids[row, : sizes[row]].tolist())
       request.versions.append(self._version)
-      if routed is not None:
-        request.routed.append(routed[row])
       finish = request.finish_reason()
-      if finish:
-        self._slots[request.slot] = None
       if request.on_chunk is not None:
         start = len(request.tokens) - 1
         request.on_chunk(request.generation(finish, start=start))
-      if finish and request.future.set_running_or_notify_cancel():
-        request.future.set_result(request.generation(finish, start=0))
+      if finish:
+        self._release(request.slot, request.held())
+        if request.future.set_running_or_notify_cancel():
+          request.future.set_result(request.generation(finish, start=0))
 
 
 def _no_controls(rows: int) -> sampler.Controls:

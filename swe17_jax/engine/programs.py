@@ -20,6 +20,7 @@ class EngineConfig:
   max_tokens: int = 320  # prompt and output of one request
   prefill_lengths: tuple[int, ...] = (96, 160, 224, 320)  # padded prompt sizes
   prefill_prompts: int = 8  # distinct prompts per prefill
+  max_fed_tokens: int = 64  # of a next turn, fed to the slot of the last
   max_mask_tokens: int = 64  # largest top_k, as SGLang's flag of that name
 
   def __post_init__(self):

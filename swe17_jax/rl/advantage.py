@@ -24,9 +24,11 @@ def group_advantages(rewards: Sequence[float]) -> np.ndarray:
   Raises:
     ValueError: fewer than two rewards: a mean of one says nothing.
   """
-  values = np.asarray(rewards, np.float64)
+  values = np.array(rewards, np.float64)
   if values.size < 2:
     raise ValueError(
       f'a group of {values.size} has no baseline; set group_size to 2 or more'
     )
+  # From the first reward on: equal rewards then give exactly nothing.
+  values -= values[0]
   return (values - values.mean()).astype(np.float32)

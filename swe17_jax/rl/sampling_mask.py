@@ -46,7 +46,9 @@ def masked_logprobs(
   )
   has_mask = total(jnp.ones_like(entries)) > 0
   peak = jnp.where(has_mask, peak, 0.0)
-  shifted = jnp.exp(entries - peak[jnp.minimum(mask_rows, rows - 1)])
+  # Padding is cut off before exp: it is in no sum, but 0 * inf is NaN.
+  shift = entries - peak[jnp.minimum(mask_rows, rows - 1)]
+  shifted = jnp.exp(jnp.where(mask_rows < rows, shift, 0.0))
   masked = jnp.log(jnp.where(has_mask, total(shifted), 1.0)) + peak
   chosen = jnp.take_along_axis(logits, targets[:, None], -1)[:, 0]
   return chosen - jnp.where(has_mask, masked, full)

@@ -1,8 +1,9 @@
 """An expert's runs on training tasks, recorded by the ordinary harness.
 
-The expert knows each task's original line. It remarks on it in one of several
-ways and edits it; sometimes it runs the visible call before it submits, and
-sometimes it suspects another line first and goes on when the test fails.
+The expert knows each task's original line. It remarks on a line in one of
+several ways and rewrites it, sometimes with a line or two that were right.
+Sometimes it runs the visible call before it submits, and sometimes it suspects
+other lines first and goes on when the test fails.
 The runs come out as `Trajectory` records like any other, so the cold start
 reads the same data as reinforcement learning does.
 """
@@ -30,8 +31,10 @@ REMARKS = (
   'something is odd in line {}',
 )
 # Shares of the three kinds of run; the rest submits without a test.
-TESTED = 0.3  # edits the right line, tests, submits
-RETRIED = 0.25  # rewrites a line that was right, tests, tries another
+TESTED = 0.2  # edits, tests, submits
+RETRIED = 0.25  # first rewrites lines that were right, and goes on
+MOST_RETRIES = 2
+EDITS = (0.6, 0.25, 0.15)  # shares of attempts with one, two, three edits
 
 
 class ScriptedEngine:
@@ -81,23 +84,29 @@ def choose(
 
 def script(task: records.Task, rng: np.random.Generator) -> list[str]:
   """Returns what the expert writes in each turn."""
-  line = int(task.metadata['line'])
+  bug = int(task.metadata['line'])
   lines = task.files[harness.FILE].rstrip('\n').split('\n')
-  lines[line - 1] = task.metadata['original']
+  lines[bug - 1] = task.metadata['original']
+  # Lines that are right, in random order; every attempt takes the next ones.
+  others = [n for n in range(1, len(lines) + 1) if n != bug]
+  others = [others[i] for i in rng.permutation(len(others))]
 
-  def edit(number):
-    return f'edit {number}|{lines[number - 1]}'
+  def attempt(*, finds_bug: bool) -> str:
+    size = 1 + rng.choice(len(EDITS), p=EDITS)
+    chosen = [others.pop() for _ in range(size - finds_bug) if others]
+    chosen += [bug] if finds_bug else []
+    return '\n'.join(f'edit {n}|{lines[n - 1]}' for n in sorted(chosen))
 
   kind = rng.random()
-  others = [n for n in range(1, len(lines) + 1) if n != line]
-  wrong = others[rng.integers(len(others))]
-  first = wrong if kind < RETRIED else line
-  remark = '# ' + REMARKS[rng.integers(len(REMARKS))].format(first)
-  if kind < RETRIED:
-    return [f'{remark}\n{edit(wrong)}\ntest', f'{edit(line)}\ntest', 'submit']
+  misses = 1 + rng.integers(MOST_RETRIES) if kind < RETRIED else 0
+  attempts = [attempt(finds_bug=False) for _ in range(misses)]
+  attempts = [text for text in attempts if text] + [attempt(finds_bug=True)]
+  first = attempts[0].split('|')[0].removeprefix('edit ')
+  remark = REMARKS[rng.integers(len(REMARKS))].format(first)
+  attempts[0] = f'# {remark}\n{attempts[0]}'
   if kind < RETRIED + TESTED:
-    return [f'{remark}\n{edit(line)}\ntest', 'submit']
-  return [f'{remark}\n{edit(line)}\nsubmit']
+    return [f'{text}\ntest' for text in attempts] + ['submit']
+  return [f'{attempts[0]}\nsubmit']
 
 
 def record(

@@ -35,7 +35,7 @@ class HarnessConfig:
   """Limits of one trajectory."""
 
   max_turns: int = 5
-  max_turn_tokens: int = 48  # sampled tokens of a turn
+  max_turn_tokens: int = 96  # sampled tokens of a turn
   max_tokens: int = 320  # of a window, prompt included
   observation_chars: int = 48  # of a tool's answer
 
@@ -169,9 +169,6 @@ async def run(
   finish = 'turns'
   for turn in range(config.max_turns):
     room = config.max_tokens - len(recorder.tokens)
-    if room < 1:
-      finish = 'tokens'
-      break
     generation = await engine.generate(
       np.asarray(recorder.tokens, np.int32),
       sampling=dataclasses.replace(
@@ -200,7 +197,11 @@ async def run(
       break
     answer = answer[: config.observation_chars]
     transcript.append(f'<tool> {answer}')
-    recorder.given(chat.observation(answer))
+    observation = chat.observation(answer)
+    if len(recorder.tokens) + len(observation) >= config.max_tokens:
+      finish = 'tokens'
+      break
+    recorder.given(observation)
   verdict = records.Verdict(False, 0, len(task.hidden), f'ended by {finish}')
   if finish == 'submit':
     verdict = await asyncio.to_thread(

@@ -32,7 +32,7 @@ HELDOUT_SEED = 1 << 29  # apart from every training seed
 class WorkerConfig:
   """How a worker samples and when it evaluates."""
 
-  inflight_groups: int = 12  # groups running at once
+  inflight_groups: int = 8  # groups running at once
   temperature: float = 1.0
   top_k: int = 32
   top_p: float = 0.97

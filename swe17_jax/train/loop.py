@@ -89,13 +89,14 @@ def run(
   history = collections.OrderedDict({first: weights})
   if not publisher.resume(first, host(weights, model)):
     publisher.publish(first, host(weights, model))
-  started, evaluated = clock(), first - 1
+  started = begun = clock()
   with metrics.MetricsWriter(workdir) as writer:
     writer.truncate(first)
+    evaluated = last_evaluated(workdir)
     for step in range(first, config.steps):
-      begun = clock()
+      asked = clock()
       taken = groups.take(step)
-      waited = clock() - begun
+      waited = clock() - asked
       batches, row = pack(taken, config.batch, step=step)
       row |= probe(trainer, history, taken, config.batch)
       if batches:
@@ -104,25 +105,53 @@ def run(
       else:  # every group agrees: nothing to learn, but the version counts
         state = state._replace(step=state.step + 1)
       wall_s = before_s + clock() - started
+      row |= timing(row['rollout/tokens'], waited, clock() - begun, wall_s)
+      begun = clock()
+      # The row comes first: no checkpoint is ahead of the metrics.
+      writer.write(step, row)
       checkpoint.save(folder, state, wall_s=wall_s)
       weights = trainer.published(state.params)
       if (step + 1) % config.publish_every == 0 or step + 1 == config.steps:
         published = publisher.publish(step + 1, host(weights, model))
-        row['weights/delta_bytes'] = published.bytes
-        row['weights/changed_fraction'] = published.changed_fraction
+        sizes = {
+          'weights/delta_bytes': published.bytes,
+          'weights/changed_fraction': published.changed_fraction,
+        }
+        writer.write(step, sizes)
+        row |= sizes
         history[step + 1] = weights
         while len(history) > groups.max_staleness + 1:
           history.popitem(last=False)
-      row['train/wait_s'] = waited
-      row['train/step_s'] = clock() - begun
-      row['train/tokens_per_s'] = row['rollout/tokens'] / row['train/step_s']
-      row['train/wall_s'] = wall_s
-      writer.write(step, row)
       for version, rate in groups.heldout(after=evaluated).items():
         writer.write(version, {'heldout/reward': rate})
         row['heldout/reward'], evaluated = rate, version
       on_step(step, row)
   return state
+
+
+def last_evaluated(workdir: pathlib.Path) -> int:
+  """Returns the newest version with a recorded solve rate; -1 for none."""
+  rows = metrics.read(workdir / 'metrics.jsonl')
+  return max((r['step'] for r in rows if 'heldout/reward' in r), default=-1)
+
+
+def timing(
+  tokens: float, wait_s: float, step_s: float, wall_s: float
+) -> dict[str, float]:
+  """Returns the metrics of a step's time.
+
+  Args:
+    tokens: of all groups of the step.
+    wait_s: spent waiting for them.
+    step_s: since the last step's row, its checkpoint and version included.
+    wall_s: of training so far, over all restarts.
+  """
+  return {
+    'train/wait_s': wait_s,
+    'train/step_s': step_s,
+    'train/tokens_per_s': tokens / step_s,
+    'train/wall_s': wall_s,
+  }
 
 
 def host(weights, model: MoEConfig) -> dict[str, np.ndarray]:
@@ -188,8 +217,8 @@ def probe(
   for column in zip(*groups, strict=True):
     for trajectory in column:
       for window in trajectory.windows:
-        version = int(window.weight_versions[window.loss_mask][0])
-        if version in history:
+        versions = window.weight_versions[window.loss_mask]
+        if versions.size and (version := int(versions[0])) in history:
           chosen[version].append(before_seam(window))
   if not chosen:
     return {}  # after a restart, the first steps' versions are gone

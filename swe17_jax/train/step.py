@@ -95,7 +95,7 @@ class Trainer:
     self._add = jax.jit(
       functools.partial(jax.tree.map, jnp.add), donate_argnums=0
     )
-    self._update = jax.jit(self._updated, donate_argnums=(0, 1))
+    self._update = jax.jit(self._updated, donate_argnums=0)
     self._probe = jax.jit(self._probed)
     self.published: Callable = jax.jit(published)
 

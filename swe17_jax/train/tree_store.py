@@ -82,7 +82,8 @@ def restore_tree(path: pathlib.Path, abstract: Tree) -> Tree:
       and on its sharding; without one, on the first device.
 
   Raises:
-    TreeError: no tree at `path`, an array that it lacks, or another shape.
+    TreeError: no tree at `path`, a damaged one, an array that it lacks, or
+      another shape.
   """
   stored = read_shapes(path)
   for keys, leaf in _flat(abstract):
@@ -95,8 +96,11 @@ def restore_tree(path: pathlib.Path, abstract: Tree) -> Tree:
       )
   context = ocp.Context()
   context.pytree.loading.partial_load = True
-  with context:
-    return ocp.load(path, jax.tree.map(_placed, abstract))
+  try:
+    with context:
+      return ocp.load(path, jax.tree.map(_placed, abstract))
+  except Exception as error:  # all that orbax says of cut off data
+    raise TreeError(f'{path} is damaged ({error}); use another') from error
 
 
 def read_shapes(

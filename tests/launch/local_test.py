@@ -94,13 +94,14 @@ class LocalTest(parameterized.TestCase):
   def test_who_gets_which_argument(self):
     self._make_venv()
     done = self._run(
-      'train', '--set', 'a.b=c d', '--workdir', 'w', '--seed=3', '--dry_run'
+      *('train', '--set', 'a.b=c d', '--workdir', 'w', '--seed=3'),
+      *('--dry_run', '--note=x'),
     )
     self.assertEqual(
       done.stdout,
-      'sft.py --workdir=w/sft --seed=3 --dry_run\n'
-      'train_rl.py --workdir=w/rl --init=w/sft/model --seed=3 --dry_run '
-      '--set a.b=c d\n',
+      'sft.py --workdir=w/sft --set=a.b=c d --seed=3 --dry_run\n'
+      'train_rl.py --workdir=w/rl --init=w/sft --set=a.b=c d --seed=3 '
+      '--dry_run --note=x\n',
     )
     self.assertEqual(done.returncode, 0)
 
