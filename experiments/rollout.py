@@ -47,14 +47,35 @@ _DRY_RUN = flags.DEFINE_bool(
 )
 
 
-def main(_):
-  config = core_config.apply_overrides(tiny.CONFIG, _SET.value)
+def main(argv: list[str]) -> None:
+  """Runs the worker, or says in one sentence why not."""
+  if len(argv) > 1:
+    raise app.UsageError(f'unknown arguments {argv[1:]}; see --help')
+  try:
+    config = core_config.apply_overrides(tiny.CONFIG, _SET.value)
+  except ValueError as error:
+    sys.exit(f'rollout: {error}')
   if _DRY_RUN.value:
     print(core_config.render(config))
     return
   if _WITH_PARENT.value:
     threading.Thread(target=_die_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+  try:
+    sample(config)
+  except (
+    safetensors_folder.FolderError,
+    model_config.ConfigError,
+    dataset.DatasetError,
+    sandbox.SandboxError,
+    storage.StorageError,
+    OSError,
+  ) as error:
+    sys.exit(f'rollout: {error}')
+
+
+def sample(config: tiny.RunConfig) -> None:
+  """Samples every group of the run."""
   folder = safetensors_folder.open_folder(pathlib.Path(_MODEL.value))
   store = storage.open_store(_STORE.value)
   model = dataclasses.replace(

@@ -11,6 +11,7 @@ A second call with the same flags resumes, or ends at once when it is done.
 
 import json
 import pathlib
+import sys
 import time
 
 from absl import app, flags, logging
@@ -23,7 +24,7 @@ from swe17_jax.model import config as model_config
 from swe17_jax.model import hf
 from swe17_jax.rollout import chat, demonstrations, harness
 from swe17_jax.tasks import dataset, micro_repair, sandbox
-from swe17_jax.train import cold_start
+from swe17_jax.train import cold_start, tree_store
 
 STARTED = time.monotonic()
 _WORKDIR = flags.DEFINE_string(
@@ -38,12 +39,31 @@ _DRY_RUN = flags.DEFINE_bool(
 )
 
 
-def main(_):
-  config = core_config.apply_overrides(tiny.CONFIG, _SET.value)
+def main(argv: list[str]) -> None:
+  """Runs the cold start, or says in one sentence why not."""
+  if len(argv) > 1:
+    raise app.UsageError(f'unknown arguments {argv[1:]}; see --help')
+  try:
+    config = core_config.apply_overrides(tiny.CONFIG, _SET.value)
+  except ValueError as error:
+    sys.exit(f'sft: {error}')
   if _DRY_RUN.value:
     print(core_config.render(config))
     return
-  workdir = pathlib.Path(_WORKDIR.value)
+  try:
+    start(config, pathlib.Path(_WORKDIR.value))
+  except (
+    demonstrations.DemonstrationError,
+    harness.HarnessError,
+    sandbox.SandboxError,
+    tree_store.TreeError,
+    OSError,
+  ) as error:
+    sys.exit(f'sft: {error}')
+
+
+def start(config: tiny.RunConfig, workdir: pathlib.Path) -> None:
+  """Makes tasks, demonstrations and the model in `workdir`."""
   if (workdir / 'done.json').exists():
     logging.info('%s is done already', workdir)
     return

@@ -29,10 +29,10 @@ from rich import console, progress
 
 from swe17_jax.analysis import report, summary
 from swe17_jax.core import config as core_config
-from swe17_jax.core import metrics, safetensors_folder, storage
+from swe17_jax.core import metrics, records, safetensors_folder, storage
 from swe17_jax.model import config as model_config
 from swe17_jax.model import hf
-from swe17_jax.train import loop, source
+from swe17_jax.train import loop, source, tree_store
 
 STARTED = time.monotonic()
 _WORKDIR = flags.DEFINE_string(
@@ -54,16 +54,24 @@ _DRY_RUN = flags.DEFINE_bool(
   'dry_run', False, 'Print the resolved configuration and stop.'
 )
 WORKER_RESTARTS = 5  # of a worker that dies, before the run gives up
+RESTART_S = 1.0  # a worker that dies at once must not spin
 
 
 class RolloutProcess:
-  """The rollout worker as a child that dies with us; restarted if it dies."""
+  """The rollout worker as a child that dies with us; restarted if it dies.
 
-  def __init__(self, arguments: list[str], log: pathlib.Path):
-    self._arguments, self._log = arguments, log
+  Attributes:
+    failed: whether it died too often; then `stop` is set, too.
+  """
+
+  def __init__(
+    self, arguments: list[str], log: pathlib.Path, *, stop: threading.Event
+  ):
+    self._arguments, self._log, self._stop = arguments, log, stop
     self._closing = False
+    self._lock = threading.Lock()  # of `_closing` and `_process`
     self._process = self._start()
-    self.failed = threading.Event()
+    self.failed = False
     threading.Thread(target=self._supervise, daemon=True).start()
 
   def _start(self) -> subprocess.Popen:
@@ -77,17 +85,23 @@ class RolloutProcess:
       )
 
   def _supervise(self) -> None:
-    for _ in range(WORKER_RESTARTS):
-      if self._process.wait() == 0 or self._closing:
+    restarts = 0
+    while self._process.wait() and not self._closing:
+      if restarts == WORKER_RESTARTS:
+        self.failed = True
+        self._stop.set()
         return
-      time.sleep(1.0)  # a worker that dies at once must not spin
-      self._process = self._start()
-    self.failed.set()
+      restarts += 1
+      time.sleep(RESTART_S)
+      with self._lock:
+        if not self._closing:
+          self._process = self._start()
 
   def close(self) -> None:
-    """Ends the child: its standard input closes, and it leaves."""
-    self._closing = True
-    self._process.stdin.close()
+    """Ends the child; nothing there needs cleaning, see rollout.py."""
+    with self._lock:
+      self._closing = True
+    self._process.kill()
     self._process.wait()
 
 
@@ -124,12 +138,44 @@ class ProgressLine:
     self._bar.update(self._line, completed=step + 1, facts=facts)
 
 
-def main(_):
-  config = core_config.apply_overrides(tiny.CONFIG, _SET.value)
+def main(argv: list[str]) -> None:
+  """Trains and reports, or says in one sentence why not."""
+  if len(argv) > 1:
+    raise app.UsageError(f'unknown arguments {argv[1:]}; see --help')
+  try:
+    config = core_config.apply_overrides(tiny.CONFIG, _SET.value)
+  except ValueError as error:
+    sys.exit(f'train_rl: {error}')
   if _DRY_RUN.value:
     print(core_config.render(config))
     return
   workdir, init = pathlib.Path(_WORKDIR.value), pathlib.Path(_INIT.value)
+  if not (init / 'done.json').exists():
+    sys.exit(
+      f'train_rl: --init={init} is no finished cold start; run '
+      f'experiments/sft.py --workdir={init}'
+    )
+  try:
+    learn(config, workdir, init)
+  except (
+    safetensors_folder.FolderError,
+    model_config.ConfigError,
+    hf.HfError,
+    metrics.MetricsError,
+    records.RecordError,
+    source.SourceError,
+    storage.StorageError,
+    tree_store.TreeError,
+    FloatingPointError,
+    OSError,
+  ) as error:
+    sys.exit(f'train_rl: {error}')
+
+
+def learn(
+  config: tiny.RunConfig, workdir: pathlib.Path, init: pathlib.Path
+) -> None:
+  """Trains beside a rollout worker until the end or a signal; reports."""
   workdir.mkdir(parents=True, exist_ok=True)
   logging.get_absl_handler().use_absl_log_file('train', str(workdir))
   (workdir / 'config.txt').write_text(core_config.render(config) + '\n')
@@ -153,11 +199,17 @@ def main(_):
       *(f'--set={override}' for override in _SET.value),
     ],
     workdir / 'rollout.log',
+    stop=stop,
   )
   try:
     train(config, groups, init=init, workdir=workdir, url=url)
     final = groups.wait_for_heldout(config.train.steps)
   except source.Stopped:
+    if rollouts.failed:
+      sys.exit(
+        f'train_rl: the rollout worker died {WORKER_RESTARTS + 1} times; see '
+        f'{workdir / "rollout.log"}; the same command resumes'
+      )
     print('stopped; the same command resumes', file=sys.stderr)
     return
   finally:

@@ -5,7 +5,6 @@ therefore made once per process, and every test that updates or probes uses
 its shapes.
 """
 
-import contextlib
 import functools
 from unittest import mock
 
@@ -42,22 +41,52 @@ TRAIN = loop.TrainConfig(
 )
 
 
+class _Trainer(steps.Trainer):
+  """Begins on a device, as a restored state does: else all compiles twice."""
+
+  def init(self, params):
+    return jax.device_put(super().init(params), jax.devices()[0])
+
+
 @functools.cache
+def _compiled(model, function, keywords, optimizer, temperature):
+  objective = functools.partial(function, **dict(keywords))
+  return _Trainer(model, objective, optimizer, temperature=temperature)
+
+
+def _shared(model, objective, optimizer, *, temperature):
+  flat = functools.partial(objective)
+  keywords = tuple(sorted(flat.keywords.items()))
+  return _compiled(model, flat.func, keywords, optimizer, temperature)
+
+
 def trainer() -> steps.Trainer:
   """Returns the compiled trainer of all tests in this process."""
-  objective = functools.partial(loss.policy_gradient, truncation=2.0)
-  return steps.Trainer(MODEL, objective, OPTIMIZER, temperature=TEMPERATURE)
+  objective = functools.partial(
+    loss.policy_gradient, truncation=TRAIN.truncation
+  )
+  return _shared(MODEL, objective, OPTIMIZER, temperature=TEMPERATURE)
 
 
-@functools.cache
-def _parameters(seed: int):
-  init = jax.jit(functools.partial(transformer.init, MODEL))
-  return jax.tree.map(np.array, init(jax.random.key(seed)))
+def _draw(seed: int):
+  """Random parameters from numpy: `init` would take seconds to compile."""
+  shapes = jax.eval_shape(
+    functools.partial(transformer.init, MODEL), jax.random.key(0)
+  )
+  rng = np.random.default_rng(seed)
+
+  def one(path, leaf):
+    noise = rng.normal(size=leaf.shape)
+    if 'norm' in jax.tree_util.keystr(path):
+      return (1 + 0.1 * noise).astype(np.float32)
+    return (noise * leaf.shape[-1] ** -0.5).astype(np.float32)
+
+  return jax.tree_util.tree_map_with_path(one, shapes)
 
 
 def parameters(seed: int = 0) -> transformer.Params:
-  """Returns fresh copies of random parameters: an update donates them."""
-  return jax.tree.map(jnp.array, _parameters(seed))
+  """Returns fresh random parameters: an update donates them."""
+  return jax.tree.map(jnp.array, _draw(seed))
 
 
 def state(seed: int = 0) -> steps.TrainState:
@@ -65,18 +94,9 @@ def state(seed: int = 0) -> steps.TrainState:
   return trainer().init(parameters(seed))
 
 
-@contextlib.contextmanager
-def shared_trainer():
-  """Lets `loop.run` use the compiled trainer; refuses another temperature."""
-
-  def make(model, objective, optimizer_config, *, temperature):
-    del objective
-    assert (model, optimizer_config) == (MODEL, OPTIMIZER)
-    assert temperature == TEMPERATURE
-    return trainer()
-
-  with mock.patch.object(steps, 'Trainer', make):
-    yield
+def shared_trainers():
+  """Returns a context in which equal trainers are one, compiled once."""
+  return mock.patch.object(steps, 'Trainer', _shared)
 
 
 def window(

@@ -31,10 +31,14 @@ REMARKS = (
   'something is odd in line {}',
 )
 # Shares of the three kinds of run; the rest submits without a test.
-TESTED = 0.2  # edits, tests, submits
-RETRIED = 0.25  # first rewrites lines that were right, and goes on
+TESTED = 0.15  # edits, tests, submits
+RETRIED = 0.35  # first rewrites lines that were right, and goes on
 MOST_RETRIES = 2
-EDITS = (0.6, 0.25, 0.15)  # shares of attempts with one, two, three edits
+EDITS = (0.45, 0.25, 0.15, 0.1, 0.05)  # shares of attempts with 1, 2, ... edits
+
+
+class DemonstrationError(ValueError):
+  """There are too few training tasks, or an expert's run fails."""
 
 
 class ScriptedEngine:
@@ -74,7 +78,7 @@ def choose(
   """Returns `count` distinct training tasks."""
   train = [task for task in tasks if task.split == 'train']
   if count > len(train):
-    raise ValueError(
+    raise DemonstrationError(
       f'{count} demonstrations need as many training tasks; there are '
       f'{len(train)}'
     )
@@ -121,7 +125,7 @@ def record(
   """Runs the expert on each task.
 
   Raises:
-    ValueError: a demonstration did not solve its task.
+    DemonstrationError: a demonstration did not solve its task.
   """
   rng = np.random.default_rng(seed)
 
@@ -147,7 +151,7 @@ def record(
   trajectories = asyncio.run(everything())
   for trajectory in trajectories:
     if not trajectory.verdict.passed:
-      raise ValueError(
+      raise DemonstrationError(
         f'the demonstration of {trajectory.task_id} does not solve it: '
         f'{trajectory.verdict}'
       )

@@ -27,14 +27,18 @@ from swe17_jax.tasks import sandbox as sandboxes
 from swe17_jax.tasks import verifier
 
 FILE = 'solution.py'
-_EDIT = re.compile(r'edit (\d+)\|(.*)')
+_EDIT = re.compile(r'edit ([0-9]{1,6})\|(.*)')
+
+
+class HarnessError(ValueError):
+  """A task does not fit the harness's limits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HarnessConfig:
   """Limits of one trajectory."""
 
-  max_turns: int = 5
+  max_turns: int = 4
   max_turn_tokens: int = 96  # sampled tokens of a turn
   max_tokens: int = 320  # of a window, prompt included
   observation_chars: int = 48  # of a tool's answer
@@ -161,10 +165,19 @@ async def run(
 
   Returns:
     A valid record, whatever the agent did.
+
+  Raises:
+    HarnessError: the prompt alone fills `config.max_tokens`.
+    EngineError, SandboxError: not the agent's fault; nothing is recorded.
   """
   started = time.monotonic()
   source = task.files[FILE]
   recorder = _Recorder(chat.opening(task_text(task)))
+  if len(recorder.tokens) >= config.max_tokens:
+    raise HarnessError(
+      f'the prompt of task {task.task_id!r} has {len(recorder.tokens)} tokens; '
+      f'raise harness.max_tokens={config.max_tokens} above that'
+    )
   transcript = [task_text(task)]
   finish = 'turns'
   for turn in range(config.max_turns):

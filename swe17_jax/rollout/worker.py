@@ -7,7 +7,7 @@ object, written once; after a restart the worker goes on with the numbers that
 have no object yet.
 
 Held-out tasks are evaluated at version 0, every `eval_every` versions and at
-the last one, one trajectory per task, without top-k or top-p.
+the last one, one trajectory per task, sampled as in training.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class WorkerConfig:
   inflight_groups: int = 8  # groups running at once
   temperature: float = 1.0
   top_k: int = 32
-  top_p: float = 0.97
+  top_p: float = 0.95
   eval_every: int = 30  # versions
 
   def __post_init__(self):
@@ -80,27 +80,27 @@ class Worker:
     self._heldout = [task for task in tasks if task.split == 'heldout']
 
   async def run(self) -> None:
-    """Issues every group of the run, evaluating as versions pass."""
+    """Issues every group of the run, evaluating as versions pass.
+
+    Raises:
+      ExceptionGroup: what a group or an evaluation raised. The rest is
+        cancelled: the trainer waits for the lost group, so no version that
+        others wait for would come.
+    """
     await self._wait_for_version(0)
     if not self._engine.weight_version:
       await self._evaluate(0)
-    evaluations = asyncio.create_task(self._evaluate_versions())
     slots = asyncio.Semaphore(self._config.inflight_groups)
-    running: set[asyncio.Task] = set()
     done = set(self._store.list(dispatch.TRAIN_PREFIX))
-    for index in range(self._steps * self._dispatch.groups_per_step):
-      if dispatch.train_name(index) in done:
-        continue
-      await slots.acquire()
-      await self._wait_to_start(index)
-      group = asyncio.create_task(self._group(index))
-      group.add_done_callback(lambda _: slots.release())
-      running.add(group)
-      for finished in {task for task in running if task.done()}:
-        running.remove(finished)
-        finished.result()  # raises what a group raised
-    await asyncio.gather(*running)
-    await evaluations
+    async with asyncio.TaskGroup() as running:
+      running.create_task(self._evaluate_versions())
+      for index in range(self._steps * self._dispatch.groups_per_step):
+        if dispatch.train_name(index) in done:
+          continue
+        await slots.acquire()
+        await self._wait_to_start(index)
+        group = running.create_task(self._group(index))
+        group.add_done_callback(lambda _: slots.release())
 
   async def _wait_for_version(self, version: int) -> None:
     while (
@@ -116,16 +116,10 @@ class Worker:
       await asyncio.sleep(VERSION_POLL_S)
 
   async def _group(self, index: int) -> None:
-    config, size = self._config, self._dispatch.group_size
+    size = self._dispatch.group_size
     task = task_of(index, self._train, seed=self._seed)
-    sampling = SamplingParams(
-      temperature=config.temperature, top_k=config.top_k, top_p=config.top_p
-    )
     trajectories = await asyncio.gather(
-      *(
-        self._trajectory(task, sampling, index, index * size + i)
-        for i in range(size)
-      )
+      *(self._trajectory(task, index, index * size + i) for i in range(size))
     )
     await asyncio.to_thread(
       self._store.write_once,
@@ -145,10 +139,9 @@ class Worker:
     name = dispatch.heldout_name(version)
     if self._store.exists(name):
       return
-    sampling = SamplingParams(temperature=1.0)
     trajectories = await asyncio.gather(
       *(
-        self._trajectory(task, sampling, i, HELDOUT_SEED + i)
+        self._trajectory(task, i, HELDOUT_SEED + i)
         for i, task in enumerate(self._heldout)
       )
     )
@@ -158,13 +151,19 @@ class Worker:
       self._store.write_once, name, records.group_to_bytes(trajectories)
     )
 
-  async def _trajectory(self, task, sampling, index, seed):
+  async def _trajectory(self, task, index, seed):
+    config = self._config
     return await harness.run(
       task,
       engine=self._engine,
       chat=self._chat,
       sandbox=self._sandbox,
-      sampling=dataclasses.replace(sampling, seed=seed + self._seed * 7919),
+      sampling=SamplingParams(
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        seed=seed + self._seed * 7919,
+      ),
       config=self._harness,
       group_index=index,
     )

@@ -151,7 +151,7 @@ class Trainer:
   def _updated(self, state, grads):
     updates, opt_state = self._tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     return TrainState(params, opt_state, state.step + 1), norm
 
   def _probed(self, weights, batch):

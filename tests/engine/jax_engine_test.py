@@ -67,8 +67,7 @@ def _weights(model, seed: int, dtype='bfloat16'):
   """Returns random weights as a publisher has them."""
   params = transformer.init(model, jax.random.key(seed))
   kind = np.dtype(ml_dtypes.bfloat16 if dtype == 'bfloat16' else dtype)
-  # Sharp enough that a change of weights changes what is said.
-  host = jax.tree.map(lambda x: (np.asarray(x) * 1.5).astype(kind), params)
+  host = jax.tree.map(lambda x: np.asarray(x).astype(kind), params)
   return hf.views(host, model)
 
 
@@ -96,20 +95,27 @@ def engine(model):
   made.close()
 
 
+@pytest.fixture(scope='module')
+def shared():
+  made = jax_engine.JaxEngine(GQA, SINGLE)
+  yield made
+  made.close()
+
+
 @pytest.fixture
-def single():
-  """Makes engines with one slot that serve version 0 of `GQA`."""
-  made = []
+def single(shared):
+  """An engine with one slot that serves version 0 of `GQA`."""
+  shared.load_base(_copy(_weights(GQA, 0)), weight_version=0)
+  return shared
 
-  def make(dtype='bfloat16'):
-    made.append(jax_engine.JaxEngine(GQA, SINGLE))
-    base = _copy(_weights(GQA, 0, dtype))
-    made[-1].load_base(base, weight_version=0)
-    return made[-1]
 
-  yield make
-  for one in made:
-    one.close()
+@pytest.fixture
+def doomed():
+  """As `single`, to be broken."""
+  made = jax_engine.JaxEngine(GQA, SINGLE)
+  made.load_base(_copy(_weights(GQA, 0)), weight_version=0)
+  yield made
+  made.close()
 
 
 def _prompt(seed: int, size: int) -> np.ndarray:
@@ -127,44 +133,54 @@ def _generate(engine, prompt, sampling) -> Generation:
 
 
 @functools.cache
-def _forward(model):
-  def run(params, tokens, routed):
-    size = tokens.shape[1]
+def _scorer(model):
+  """Returns a program of fixed shape for whole sequences."""
+
+  @jax.jit
+  def score(params, tokens, routed, mask_ids, mask_rows, temperature):
     out = transformer.apply(
       params,
       model,
-      tokens,
-      positions=jnp.arange(size)[None],
-      segment_ids=jnp.ones_like(tokens),
-      routed_experts=routed,
+      tokens[None],
+      positions=jnp.arange(MAX_TOKENS)[None],
+      segment_ids=jnp.ones((1, MAX_TOKENS), jnp.int32),
+      routed_experts=routed[None],
     )
-    return transformer.logits(params, model, out.hidden)[0], out.routed_experts
+    logprobs = sampling_mask.masked_logprobs(
+      transformer.logits(params, model, out.hidden)[0] / temperature,
+      jnp.roll(tokens, -1),
+      mask_ids=mask_ids,
+      mask_rows=mask_rows,
+    )
+    return logprobs, out.routed_experts[0]
 
-  return jax.jit(run)
+  return score
 
 
 def _replay(model, params, prompt, generation, temperature):
-  """Returns logprobs [n] and experts from the whole sequence at once.
+  """Returns logprobs [n] and experts [prompt + n - 1, L, A] of a sequence.
 
-  Padding stands behind the sequence, where causal attention never looks.
+  The log-probabilities are computed with the recorded experts, the experts
+  without. Padding stands behind the sequence, where attention never looks.
   """
-  tokens = np.zeros((1, MAX_TOKENS), np.int32)
+  tokens = np.zeros(MAX_TOKENS, np.int32)
   sequence = np.concatenate([prompt, generation.token_ids])
-  tokens[0, : sequence.size] = sequence
-  shape = (1, MAX_TOKENS, model.moe_layers, model.num_experts_per_tok)
-  routed = np.full(shape, -1, np.int16)
-  rows = sequence.size - 1
-  routed[0, :rows] = generation.routed_experts
-  logits, _ = _forward(model)(params, tokens, routed)
-  unforced = _forward(model)(params, tokens, np.full(shape, -1, np.int16))[1]
+  tokens[: sequence.size] = sequence
+  shape = (MAX_TOKENS, model.moe_layers, model.num_experts_per_tok)
+  own, routed = np.full((2, *shape), -1, np.int16)
+  first, rows = prompt.size - 1, sequence.size - 1
+  routed[:rows] = generation.routed_experts
   mask = generation.sampling_mask
-  logprobs = sampling_mask.masked_logprobs(
-    logits[prompt.size - 1 : rows] / temperature,
-    jnp.asarray(generation.token_ids),
-    mask_ids=jnp.asarray(mask.token_ids),
-    mask_rows=jnp.repeat(jnp.arange(len(mask)), mask.sizes()),
+  mask_ids = np.zeros(MAX_TOKENS * 16, np.int32)
+  mask_rows = np.full(MAX_TOKENS * 16, MAX_TOKENS, np.int32)
+  mask_ids[: mask.token_ids.size] = mask.token_ids
+  mask_rows[: mask.token_ids.size] = np.repeat(
+    np.arange(first, rows), mask.sizes()
   )
-  return np.asarray(logprobs), np.asarray(unforced)[0, :rows]
+  score, rest = _scorer(model), (mask_ids, mask_rows, temperature)
+  logprobs, _ = score(params, tokens, routed, *rest)
+  _, experts = score(params, tokens, own, *rest)
+  return np.asarray(logprobs)[first:rows], np.asarray(experts)[:rows]
 
 
 def _assert_exact(model, params, prompt, generation, sampling):
@@ -414,38 +430,35 @@ SHORT = SamplingParams(max_new_tokens=3, seed=9)
 
 
 def test_a_cancelled_generation_frees_its_slot(single):
-  engine = single()
-
   async def run(gate):
-    long = asyncio.create_task(engine.generate(_prompt(1, 4), sampling=LONG))
-    waiting = asyncio.create_task(engine.generate(_prompt(2, 4), sampling=LONG))
+    long = asyncio.create_task(single.generate(_prompt(1, 4), sampling=LONG))
+    waiting = asyncio.create_task(single.generate(_prompt(2, 4), sampling=LONG))
     await asyncio.to_thread(gate.reached.wait, 60)
     long.cancel()
     waiting.cancel()  # one that never had a slot
     await asyncio.gather(long, waiting, return_exceptions=True)
     gate.opened.set()
-    return await engine.generate(_prompt(3, 4), sampling=SHORT)
+    return await single.generate(_prompt(3, 4), sampling=SHORT)
 
-  with Gate(engine, before=5) as gate:
+  with Gate(single, before=5) as gate:
     found = asyncio.run(run(gate))
   assert found.token_ids.size == 3
   assert gate.calls <= 5 + 2  # not the 39 steps of the cancelled one
-  _same(found, _generate(engine, _prompt(3, 4), SHORT))
+  _same(found, _generate(single, _prompt(3, 4), SHORT))
 
 
 def test_a_stream_that_nobody_reads_frees_its_slot(single):
   """Its loop is closed when the engine hands over the next token."""
-  engine = single()
 
   async def leave(gate):
-    async for chunk in engine.stream(_prompt(1, 4), sampling=LONG):
+    async for chunk in single.stream(_prompt(1, 4), sampling=LONG):
       await asyncio.to_thread(gate.reached.wait, 60)
       return chunk
 
-  with Gate(engine, before=5) as gate:
+  with Gate(single, before=5) as gate:
     asyncio.run(leave(gate))
     gate.opened.set()
-    found = _generate(engine, _prompt(3, 4), SHORT)
+    found = _generate(single, _prompt(3, 4), SHORT)
   assert found.token_ids.size == 3
   assert gate.calls <= 5 + 2
 
@@ -475,58 +488,60 @@ def _seam(engine, *, change, prompt, sampling) -> Generation:
     return asyncio.run(run(gate))
 
 
-def _by_hand(old, new, prompt, tokens, sampling):
-  """Samples the next token: entries under old weights, one step under new.
-
-  Returns:
-    Token, logprob.
-  """
-  past = np.concatenate([prompt, tokens]).astype(np.int32)
+@jax.jit
+def _one_step(old, new, past, controls):
+  """Samples after `past` [T]: its entries by `old`, the last token by `new`."""
   size = past.size - 1
   out = transformer.apply(
     old,
     GQA,
     past[None, :-1],
-    positions=np.arange(size)[None],
-    segment_ids=np.ones((1, size), np.int32),
+    positions=jnp.arange(size)[None],
+    segment_ids=jnp.ones((1, size), jnp.int32),
   )
   cache = jax.tree.map(
     lambda x: jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))), out.cache
   )
   step = transformer.apply(
-    new, GQA, past[None, -1:], positions=np.array([[size]]), cache=cache
+    new, GQA, past[None, -1:], positions=jnp.array([[size]]), cache=cache
   )
-  sampled = sampler.sample(
+  return sampler.sample(
     transformer.logits(new, GQA, step.hidden[:, 0]),
-    np.array([size + 1]),
-    sampler.Controls(
-      np.array([sampling.temperature]),
-      np.array([sampling.top_k]),
-      np.array([sampling.top_p]),
-      np.array([sampling.seed], np.uint32),
-    ),
+    jnp.array([past.size]),
+    controls,
     max_mask_tokens=16,
   )
+
+
+def _by_hand(old, new, prompt, tokens, sampling) -> tuple[int, float]:
+  """Returns the next token and its log-probability, see `_one_step`."""
+  past = np.concatenate([prompt, tokens]).astype(np.int32)
+  controls = sampler.Controls(
+    np.array([sampling.temperature], np.float32),
+    np.array([sampling.top_k]),
+    np.array([sampling.top_p], np.float32),
+    np.array([sampling.seed], np.uint32),
+  )
+  sampled = _one_step(old, new, past, controls)
   return int(sampled.token[0]), float(sampled.logprob[0])
 
 
 @pytest.mark.parametrize('way', ['delta', 'base'])
 def test_weights_change_under_a_request_in_flight(single, way):
-  engine = single()
   before, after = _weights(GQA, 0), _weights(GQA, 1)
   prompt = _prompt(13, 7)
   sampling = SamplingParams(top_k=12, max_new_tokens=30, seed=3)
-  undisturbed = _generate(engine, prompt, sampling)
+  undisturbed = _generate(single, prompt, sampling)
 
   def change():
     if way == 'base':
-      engine.load_base(_copy(after), weight_version=1)
+      single.load_base(_copy(after), weight_version=1)
     else:
       staged, wanted = _delta(before, after)
-      engine.apply_delta(staged, weight_version=1, tensors_digest=wanted)
+      single.apply_delta(staged, weight_version=1, tensors_digest=wanted)
 
-  found = _seam(engine, change=change, prompt=prompt, sampling=sampling)
-  assert engine.weight_version == 1
+  found = _seam(single, change=change, prompt=prompt, sampling=sampling)
+  assert single.weight_version == 1
   # One token from the prefill, five from decode steps, then the seam.
   assert found.weight_versions.tolist() == [0] * 6 + [1] * 24
   np.testing.assert_array_equal(found.token_ids[:6], undisturbed.token_ids[:6])
@@ -541,44 +556,44 @@ def test_weights_change_under_a_request_in_flight(single, way):
   _, recomputed = _by_hand(new, new, prompt, found.token_ids[:6], sampling)
   assert abs(logprob - recomputed) > 1e-3
   # New requests know nothing of the old weights.
-  fresh = _generate(engine, prompt, sampling)
+  fresh = _generate(single, prompt, sampling)
   _assert_exact(GQA, new, prompt, fresh, sampling)
-  assert delta.digest(engine.tensors()) == delta.digest(after)
+  assert delta.digest(single.tensors()) == delta.digest(after)
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
 def test_half_applied_weights_are_never_served(single, dtype):
   """In float32 the device could share its memory with the host's arrays."""
-  engine = single(dtype)
   versions = [_weights(GQA, seed, dtype) for seed in range(3)]
+  single.load_base(_copy(versions[0]), weight_version=0)
   prompt, sampling = _prompt(14, 9), SETTINGS[1]
-  reference = _generate(engine, prompt, sampling)
+  reference = _generate(single, prompt, sampling)
   staged, _ = _delta(versions[0], versions[1])
 
   def damaged():
     with pytest.raises(delta.DeltaError, match='load a base'):
-      engine.apply_delta(staged, weight_version=1, tensors_digest='0' * 32)
+      single.apply_delta(staged, weight_version=1, tensors_digest='0' * 32)
 
   _same(
     reference,
-    _seam(engine, change=damaged, prompt=prompt, sampling=sampling),
+    _seam(single, change=damaged, prompt=prompt, sampling=sampling),
   )
-  assert engine.weight_version == 0
-  _same(reference, _generate(engine, prompt, sampling))
+  assert single.weight_version == 0
+  _same(reference, _generate(single, prompt, sampling))
   # The host's bytes are not version 0 any more, so its deltas do not fit.
   staged, wanted = _delta(versions[0], _one_change(versions[0]))
   with pytest.raises(delta.DeltaError, match='load a base'):
-    engine.apply_delta(staged, weight_version=1, tensors_digest=wanted)
-  _same(reference, _generate(engine, prompt, sampling))
-  engine.load_base(_copy(versions[2]), weight_version=2)
-  assert engine.weight_version == 2
-  healed = _generate(engine, prompt, sampling)
+    single.apply_delta(staged, weight_version=1, tensors_digest=wanted)
+  _same(reference, _generate(single, prompt, sampling))
+  single.load_base(_copy(versions[2]), weight_version=2)
+  assert single.weight_version == 2
+  healed = _generate(single, prompt, sampling)
   assert healed.weight_versions.tolist() == [2] * 20
   params = _params(GQA, versions[2])
   _assert_exact(GQA, params, prompt, healed, sampling)
   staged, wanted = _delta(versions[2], versions[1])
-  engine.apply_delta(staged, weight_version=3, tensors_digest=wanted)
-  assert engine.weight_version == 3
+  single.apply_delta(staged, weight_version=3, tensors_digest=wanted)
+  assert single.weight_version == 3
 
 
 def _one_change(tensors):
@@ -588,33 +603,13 @@ def _one_change(tensors):
 
 
 def test_a_base_with_a_missing_tensor_changes_nothing(single):
-  engine = single()
-  reference = _generate(engine, _prompt(15, 5), SHORT)
+  reference = _generate(single, _prompt(15, 5), SHORT)
   broken = _copy(_weights(GQA, 1))
   del broken['model.norm.weight']
   with pytest.raises(hf.HfError, match='model.norm.weight'):
-    engine.load_base(broken, weight_version=1)
-  assert engine.weight_version == 0
-  _same(reference, _generate(engine, _prompt(15, 5), SHORT))
-
-
-def test_requests_wait_for_the_first_weights():
-  engine = jax_engine.JaxEngine(GQA, SINGLE)
-  try:
-
-    async def run():
-      request = asyncio.create_task(
-        engine.generate(_prompt(16, 5), sampling=SHORT)
-      )
-      await asyncio.sleep(0.05)
-      assert engine.weight_version is None and not request.done()
-      base = _copy(_weights(GQA, 0))
-      await asyncio.to_thread(engine.load_base, base, weight_version=4)
-      return await request
-
-    assert asyncio.run(run()).weight_versions.tolist() == [4] * 3
-  finally:
-    engine.close()
+    single.load_base(broken, weight_version=1)
+  assert single.weight_version == 0
+  _same(reference, _generate(single, _prompt(15, 5), SHORT))
 
 
 # ---------------------------------------------------------------- its end
@@ -630,40 +625,48 @@ async def _outcomes(engine, count=3):
 
 
 @pytest.mark.parametrize('program', ['_prefill', '_decode'])
-def test_a_dead_engine_says_so_to_everybody(single, program):
-  engine = single()
-  with mock.patch.object(engine, program, side_effect=RuntimeError('planted')):
-    found = asyncio.run(asyncio.wait_for(_outcomes(engine), 30))
+def test_a_dead_engine_says_so_to_everybody(doomed, program):
+  with mock.patch.object(doomed, program, side_effect=RuntimeError('planted')):
+    found = asyncio.run(asyncio.wait_for(_outcomes(doomed), 30))
   for error in found:
     assert isinstance(error, EngineError), error
     assert 'planted' in str(error) and 'start another' in str(error)
   with pytest.raises(EngineError, match='planted'):
-    _generate(engine, _prompt(1, 4), SHORT)
+    _generate(doomed, _prompt(1, 4), SHORT)
   with pytest.raises(EngineError, match='planted'):
-    engine.load_base(_copy(_weights(GQA, 0)), weight_version=1)
+    doomed.load_base(_copy(_weights(GQA, 0)), weight_version=1)
 
   async def read():
-    async for _ in engine.stream(_prompt(1, 4), sampling=SHORT):
+    async for _ in doomed.stream(_prompt(1, 4), sampling=SHORT):
       pass
 
   with pytest.raises(EngineError, match='planted'):
     asyncio.run(read())
 
 
-def test_an_install_that_fails_ends_the_engine(single):
+def test_an_install_that_fails_ends_the_engine(doomed):
   """Nobody knows what is on the device then; the caller is told why."""
-  engine = single()
-  failure = mock.patch.object(engine, '_install', side_effect=MemoryError('x'))
+  failure = mock.patch.object(doomed, '_install', side_effect=MemoryError('x'))
   with failure, pytest.raises(MemoryError):
-    engine.load_base(_copy(_weights(GQA, 1)), weight_version=1)
+    doomed.load_base(_copy(_weights(GQA, 1)), weight_version=1)
   with pytest.raises(EngineError, match='MemoryError'):
-    _generate(engine, _prompt(1, 4), SHORT)
+    _generate(doomed, _prompt(1, 4), SHORT)
 
 
-def test_close_ends_requests_and_leaves_no_thread(single):
-  engine = single()
+def test_from_before_the_first_weights_to_after_the_close():
+  engine = jax_engine.JaxEngine(GQA, SINGLE)
 
-  async def run(gate):
+  async def first():
+    request = asyncio.create_task(
+      engine.generate(_prompt(16, 5), sampling=SHORT)
+    )
+    await asyncio.sleep(0.05)
+    assert engine.weight_version is None and not request.done()
+    base = _copy(_weights(GQA, 0))
+    await asyncio.to_thread(engine.load_base, base, weight_version=4)
+    return await request
+
+  async def last(gate):
     outcomes = asyncio.create_task(_outcomes(engine))
     await asyncio.to_thread(gate.reached.wait, 60)
     closing = asyncio.create_task(asyncio.to_thread(engine.close))
@@ -673,10 +676,13 @@ def test_close_ends_requests_and_leaves_no_thread(single):
     await closing
     return await outcomes
 
-  with Gate(engine, before=5) as gate:
-    found = asyncio.run(run(gate))
+  try:
+    assert asyncio.run(first()).weight_versions.tolist() == [4] * 3
+    with Gate(engine, before=5) as gate:
+      found = asyncio.run(last(gate))
+  finally:
+    engine.close()  # a second time does nothing
   assert [str(error) for error in found] == ['the engine is closed'] * 3
   assert not engine._thread.is_alive()
-  engine.close()  # a second time does nothing
   with pytest.raises(EngineError, match='closed'):
     _generate(engine, _prompt(1, 4), SHORT)
