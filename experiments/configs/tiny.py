@@ -56,9 +56,9 @@ class RunConfig:
 CONFIG = RunConfig(
   model=TINY,
   cold_start=ColdStartConfig(
-    steps=220,
-    demonstrations=400,
-    optimizer=OptimizerConfig(muon_lr=3e-3, adam_lr=3e-3, decay_steps=220),
+    steps=260,
+    demonstrations=300,
+    optimizer=OptimizerConfig(muon_lr=3e-3, adam_lr=3e-3, decay_steps=260),
   ),
   train=TrainConfig(
     steps=120,

@@ -1,9 +1,9 @@
 """An expert's runs on training tasks, recorded by the ordinary harness.
 
 The expert knows each task's original line. It remarks on a line in one of
-several ways and rewrites it, sometimes with a line or two that were right.
+several ways and rewrites it, sometimes with lines that were right.
 Sometimes it runs the visible call before it submits, and sometimes it suspects
-other lines first and goes on when the test fails.
+another line first and goes on when the test fails.
 The runs come out as `Trajectory` records like any other, so the cold start
 reads the same data as reinforcement learning does.
 """
@@ -32,13 +32,12 @@ REMARKS = (
 )
 # Shares of the three kinds of run; the rest submits without a test.
 TESTED = 0.15  # edits, tests, submits
-RETRIED = 0.35  # first rewrites lines that were right, and goes on
-MOST_RETRIES = 2
-EDITS = (0.45, 0.25, 0.15, 0.1, 0.05)  # shares of attempts with 1, 2, ... edits
+RETRIED = 0.15  # first rewrites a line that was right, and goes on
+ANOTHER_EDIT = 0.3  # chance of one more edit in the same turn
 
 
 class DemonstrationError(ValueError):
-  """There are too few training tasks, or an expert's run fails."""
+  """Demonstrations cannot be made; the message says what to change."""
 
 
 class ScriptedEngine:
@@ -95,16 +94,16 @@ def script(task: records.Task, rng: np.random.Generator) -> list[str]:
   others = [n for n in range(1, len(lines) + 1) if n != bug]
   others = [others[i] for i in rng.permutation(len(others))]
 
-  def attempt(*, finds_bug: bool) -> str:
-    size = 1 + rng.choice(len(EDITS), p=EDITS)
+  def attempt(size: int, *, finds_bug: bool) -> str:
     chosen = [others.pop() for _ in range(size - finds_bug) if others]
     chosen += [bug] if finds_bug else []
     return '\n'.join(f'edit {n}|{lines[n - 1]}' for n in sorted(chosen))
 
   kind = rng.random()
-  misses = 1 + rng.integers(MOST_RETRIES) if kind < RETRIED else 0
-  attempts = [attempt(finds_bug=False) for _ in range(misses)]
-  attempts = [text for text in attempts if text] + [attempt(finds_bug=True)]
+  if kind < RETRIED:
+    attempts = [attempt(1, finds_bug=False), attempt(1, finds_bug=True)]
+  else:
+    attempts = [attempt(rng.geometric(1 - ANOTHER_EDIT), finds_bug=True)]
   first = attempts[0].split('|')[0].removeprefix('edit ')
   remark = REMARKS[rng.integers(len(REMARKS))].format(first)
   attempts[0] = f'# {remark}\n{attempts[0]}'

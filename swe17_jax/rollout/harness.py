@@ -38,9 +38,9 @@ class HarnessError(ValueError):
 class HarnessConfig:
   """Limits of one trajectory."""
 
-  max_turns: int = 4
-  max_turn_tokens: int = 96  # sampled tokens of a turn
-  max_tokens: int = 320  # of a window, prompt included
+  max_turns: int = 3
+  max_turn_tokens: int = 160  # sampled tokens of a turn
+  max_tokens: int = 384  # of a window, prompt included
   observation_chars: int = 48  # of a tool's answer
 
 

@@ -56,55 +56,6 @@ def binary_search(a, x):
  [[1, 3, 5, 7, 9], 4], [[1, 3, 5, 7, 9], 0], [[1, 3, 5, 7, 9], 10], [[2, 4], 4],
  [[2], 2], [[], 3]]
 
-def gcd(a, b):
-  a, b = abs(a), abs(b)
-  while b > 0:
-    r = a % b
-    a = b
-    b = r
-  return a
-[[12, 18], [18, 12], [7, 5], [0, 4], [4, 0], [-8, 12], [9, -6], [100, 75],
- [1, 1]]
-
-def is_prime(n):
-  if n < 2:
-    return False
-  i = 2
-  while i * i <= n:
-    if n % i == 0:
-      return False
-    i += 1
-  return True
-[[0], [1], [2], [3], [4], [9], [15], [17], [25], [29], [49]]
-
-def fib(n):
-  a, b = 0, 1
-  for i in range(n):
-    c = a + b
-    a = b
-    b = c
-  return a
-[[0], [1], [2], [3], [5], [8], [10]]
-
-def count_vowels(s):
-  n = 0
-  for c in s:
-    if c in 'aeiou' or c in 'AEIOU':
-      n += 1
-  return n
-[["hello"], [""], ["AEIOU"], ["xyz"], ["Apple pie"], ["queue"], ["b"]]
-
-def clamp(x, lo, hi):
-  if lo > hi:
-    lo, hi = hi, lo
-  if x < lo:
-    return lo
-  if x > hi:
-    return hi
-  return x
-[[5, 0, 10], [-3, 0, 10], [12, 0, 10], [0, 0, 10], [10, 0, 10], [5, 8, 2],
- [9, 8, 2], [1, 8, 2], [4, 4, 4]]
-
 def run_length(s):
   out = []
   for c in s:
@@ -125,26 +76,6 @@ def bubble_sort(a):
 [[[3, 1, 2]], [[]], [[1]], [[2, 1]], [[5, 4, 3, 2, 1]], [[1, 2, 3]],
  [[4, -1, 4, 0]], [[2, 3, 9, 1, 7, 7]]]
 
-def max_subarray(a):
-  best = a[0]
-  s = 0
-  for x in a:
-    s = max(s + x, x)
-    best = max(best, s)
-  return best
-[[[1, -2, 3, 4]], [[-1]], [[-3, -1, -2]], [[5, -9, 6]], [[2, -1, 2]],
- [[1, 2, 3]], [[-2, 4, -1, 4, -7]]]
-
-def is_palindrome(s):
-  i, j = 0, len(s) - 1
-  while i < j:
-    if s[i] != s[j]:
-      return False
-    i += 1
-    j -= 1
-  return True
-[["aba"], [""], ["a"], ["ab"], ["abba"], ["abca"], ["racecar"], ["abcdba"]]
-
 def two_sum(a, t):
   for i in range(len(a)):
     for j in range(i + 1, len(a)):
@@ -153,26 +84,6 @@ def two_sum(a, t):
   return []
 [[[2, 7, 11], 9], [[3, 3], 6], [[1, 2, 3], 6], [[], 1], [[5], 5],
  [[1, 4, 6, 8], 14], [[0, 4, 3, 0], 0], [[3, 2, 4], 6]]
-
-def digit_sum(n):
-  n = abs(n)
-  s = 0
-  while n > 0:
-    s += n % 10
-    n //= 10
-  return s
-[[0], [5], [10], [123], [-45], [999], [1001]]
-
-def collatz(n):
-  k = 0
-  while n != 1:
-    if n % 2 == 0:
-      n = n // 2
-    else:
-      n = 3 * n + 1
-    k += 1
-  return k
-[[1], [2], [3], [6], [7], [8], [9], [12]]
 
 def power_mod(b, e, m):
   r = 1
@@ -206,36 +117,6 @@ def rotate(a, k):
 [[[1, 2, 3], 1], [[1, 2, 3], 0], [[1, 2, 3], 5], [[], 2], [[4], 3],
  [[1, 2, 3, 4], 2], [[1, 2, 3, 4, 5], -1]]
 
-def dedupe(a):
-  out = []
-  for i in range(len(a)):
-    if i == 0 or a[i] != a[i - 1]:
-      out.append(a[i])
-  return out
-[[[1, 1, 2]], [[]], [[3]], [[1, 2, 1]], [[2, 2, 2]], [[1, 2, 2, 3, 3, 1]],
- [[0, 0, 1, 0]]]
-
-def balanced(s):
-  d = 0
-  for c in s:
-    if c == '(':
-      d += 1
-    elif c == ')':
-      d -= 1
-    if d < 0:
-      return False
-  return d == 0
-[["()"], [""], ["("], [")"], [")("], ["(a(b))c"], ["(()"], ["())("], ["()()"]]
-
-def factorial(n):
-  if n < 0:
-    return 0
-  r = 1
-  for i in range(2, n + 1):
-    r = r * i
-  return r
-[[-1], [0], [1], [2], [3], [5], [7]]
-
 def second_max(a):
   x, y = min(a), min(a)
   for v in a:
@@ -247,16 +128,6 @@ def second_max(a):
 [[[1, 2, 3]], [[3, 2, 1]], [[5, 5]], [[4, 9, 9, 2]], [[7]], [[1, 8, 3, 6]],
  [[-1, -5, -3]]]
 
-def count_words(s):
-  n = 0
-  prev = ' '
-  for c in s:
-    if c != ' ' and prev == ' ':
-      n += 1
-    prev = c
-  return n
-[["a b"], [""], ["   "], ["one"], [" two  words "], ["a b c d"], ["x  y"]]
-
 def caesar(s, k):
   out = ''
   for c in s:
@@ -267,16 +138,6 @@ def caesar(s, k):
   return out
 [["abc", 1], ["xyz", 3], ["", 5], ["a b!", 2], ["Hello", -1], ["zoo", 26],
  ["az", 25]]
-
-def to_binary(n):
-  if n == 0:
-    return '0'
-  s = ''
-  while n > 0:
-    s = str(n % 2) + s
-    n = n // 2
-  return s
-[[0], [1], [2], [5], [8], [10], [255]]
 
 def merge(a, b):
   out, i, j = [], 0, 0
@@ -299,33 +160,6 @@ def insert_sorted(a, x):
 [[[1, 3], 2], [[], 5], [[1, 2], 3], [[2, 3], 1], [[2, 4, 6], 4],
  [[1, 5, 7, 9], 6], [[0], 0]]
 
-def is_sorted(a):
-  i = 1
-  while i < len(a):
-    if a[i - 1] > a[i]:
-      return False
-    i += 1
-  return True
-[[[1, 2, 3]], [[]], [[2, 1]], [[1, 1]], [[1, 3, 2]], [[4]], [[3, 1, 2]],
- [[0, 1, 5, 5, 9]]]
-
-def dot(a, b):
-  n = min(len(a), len(b))
-  s = 0
-  for i in range(n):
-    s += a[i] * b[i]
-  return s
-[[[1, 2], [3, 4]], [[], [1]], [[5], [6]], [[1, 2, 3], [4, 5]],
- [[2, 0], [7, 8, 9]], [[-1, 3, 2], [2, 2, -2]]]
-
-def leap_year(y):
-  if y % 400 == 0:
-    return True
-  if y % 100 == 0:
-    return False
-  return y % 4 == 0
-[[2000], [1900], [2024], [2023], [2100], [1600], [4], [2026], [1800]]
-
 def lcm(a, b):
   x, y = a, b
   while y != 0:
@@ -334,15 +168,6 @@ def lcm(a, b):
     return 0
   return a * b // x
 [[4, 6], [3, 5], [0, 0], [7, 7], [1, 9], [10, 4], [12, 18]]
-
-def prefix_sums(a):
-  out = [0]
-  s = 0
-  for x in a:
-    s = s + x
-    out.append(s)
-  return out[1:]
-[[[1, 2, 3]], [[]], [[5]], [[-1, 1]], [[2, 0, 4]], [[3, -5, 7, 1]]]
 
 def max_gap(a):
   best = 0
@@ -380,15 +205,6 @@ def hamming(a, b):
   return n
 [["abc", "abd"], ["", ""], ["a", "abc"], ["xyz", "x"], ["same", "same"],
  ["abcd", "dcba"]]
-
-def title(s):
-  out = ''
-  up = True
-  for c in s:
-    out += c.upper() if up else c
-    up = c == ' ' or c == '-'
-  return out
-[["ab cd"], [""], ["x"], ["one two"], ["well-known"], ["a  b"], ["Mid-day sun"]]
 
 def isqrt(n):
   lo, hi = 0, n + 1
@@ -431,18 +247,6 @@ def triangle(a, b, c):
   return 1
 [[3, 3, 3], [3, 4, 5], [2, 2, 3], [3, 2, 2], [2, 3, 2], [1, 2, 3], [3, 1, 2],
  [1, 3, 2], [1, 1, 5], [5, 1, 1], [1, 5, 1]]
-
-def evens(a, n):
-  out = []
-  for x in a:
-    if len(out) == n:
-      break
-    if x % 2 == 1:
-      continue
-    out.append(x)
-  return out
-[[[1, 2, 3, 4], 2], [[2, 4, 6], 2], [[], 1], [[1, 3], 1], [[0, 5, 8, 10], 3],
- [[6, 7], 0], [[3, 2, 2, 9, 4], 2]]
 """
 
 PROGRAMS = _parse(_TEXT)

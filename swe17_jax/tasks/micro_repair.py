@@ -27,7 +27,7 @@ from swe17_jax.tasks import sandbox as sandbox_lib
 
 INSTRUCTION = 'Fix the bug.'
 BUGS_PER_FUNCTION = 60  # at most, so that no function dominates
-HELDOUT_FRACTION = 0.2
+HELDOUT_FRACTION = 0.25
 _COMPARE = {
   ast.Lt: ('<', ('<=', '>')),
   ast.LtE: ('<=', ('<', '>=')),

@@ -213,6 +213,16 @@ class RunTest(parameterized.TestCase):
       [step for step, _ in self.column('weights/delta_bytes')], [1, 3]
     )
 
+  def test_the_last_version_is_always_published(self):
+    config = dataclasses.replace(miniature.TRAIN, publish_every=2)
+    wanted = self.straight()
+    write_rollouts(self.store)
+    self.run_loop(dataclasses.replace(config, steps=3))
+    self.assertEqual(sorted(self.published()), [0, 2, 3])
+    state = self.run_loop(config)  # goes on from between two versions
+    self.assertEqual(state, wanted[0])
+    self.assertEqual(self.published(), {v: wanted[1][v] for v in (0, 2, 3, 4)})
+
   def test_a_step_without_signal_changes_no_weight_but_counts(self):
     write_rollouts(self.store, uninformative=(1,))
     self.run_loop()
