@@ -33,6 +33,7 @@ from swe17_jax.core import metrics, records, safetensors_folder, storage
 from swe17_jax.model import config as model_config
 from swe17_jax.model import hf
 from swe17_jax.train import loop, source, tree_store
+from swe17_jax.weights import delta, publisher
 
 STARTED = time.monotonic()
 _WORKDIR = flags.DEFINE_string(
@@ -161,7 +162,9 @@ def main(argv: list[str]) -> None:
     safetensors_folder.FolderError,
     model_config.ConfigError,
     hf.HfError,
+    delta.DeltaError,
     metrics.MetricsError,
+    publisher.PublishError,
     records.RecordError,
     source.SourceError,
     storage.StorageError,

@@ -56,13 +56,13 @@ class RunConfig:
 CONFIG = RunConfig(
   model=TINY,
   cold_start=ColdStartConfig(
-    steps=260,
+    steps=300,
     demonstrations=300,
-    optimizer=OptimizerConfig(muon_lr=3e-3, adam_lr=3e-3, decay_steps=260),
+    optimizer=OptimizerConfig(muon_lr=3e-3, adam_lr=3e-3, decay_steps=300),
   ),
   train=TrainConfig(
-    steps=120,
-    optimizer=OptimizerConfig(muon_lr=1e-3, adam_lr=1e-3),
+    steps=130,
+    optimizer=OptimizerConfig(muon_lr=5e-4, adam_lr=3e-4),
   ),
   dispatch=DispatchConfig(groups_per_step=16, group_size=8, max_staleness=2),
   worker=WorkerConfig(),

@@ -17,8 +17,8 @@ class EngineConfig:
   """Sizes of the embedded engine."""
 
   slots: int = 64  # requests decoded together
-  max_tokens: int = 384  # prompt and output of one request
-  prefill_lengths: tuple[int, ...] = (96, 160, 256, 384)  # padded prompt sizes
+  max_tokens: int = 320  # prompt and output of one request
+  prefill_lengths: tuple[int, ...] = (96, 160, 320)  # padded prompt sizes
   prefill_prompts: int = 8  # distinct prompts per prefill
   max_fed_tokens: int = 64  # of a next turn, fed to the slot of the last
   max_mask_tokens: int = 64  # largest top_k, as SGLang's flag of that name

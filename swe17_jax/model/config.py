@@ -288,7 +288,8 @@ def to_hf(config: MoEConfig, *, dtype: str = 'bfloat16') -> dict[str, Any]:
   return hf
 
 
-TINY = MoEConfig(expert_dispatch='dense')
+# One key head: decoding on a CPU is bound by reading the cache.
+TINY = MoEConfig(num_key_value_heads=1, expert_dispatch='dense')
 
 TINY_MLA = MoEConfig(
   model_type='deepseek_v3',

@@ -54,8 +54,8 @@ class Microbatch(NamedTuple):
 class BatchConfig:
   """Shapes of a microbatch."""
 
-  row_tokens: int = 384  # T; no window may be longer
-  rows: int = 12  # B, per microbatch
+  row_tokens: int = 320  # T; no window may be longer
+  rows: int = 14  # B, per microbatch
   min_mask_entries: int = 8192  # N grows from here in powers of two
 
   def __post_init__(self):

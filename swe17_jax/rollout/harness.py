@@ -38,9 +38,9 @@ class HarnessError(ValueError):
 class HarnessConfig:
   """Limits of one trajectory."""
 
-  max_turns: int = 3
-  max_turn_tokens: int = 160  # sampled tokens of a turn
-  max_tokens: int = 384  # of a window, prompt included
+  max_turns: int = 4
+  max_turn_tokens: int = 128  # sampled tokens of a turn
+  max_tokens: int = 320  # of a window, prompt included
   observation_chars: int = 48  # of a tool's answer
 
 
@@ -182,14 +182,14 @@ async def run(
   finish = 'turns'
   for turn in range(config.max_turns):
     room = config.max_tokens - len(recorder.tokens)
+    limits = {
+      'stop_token_ids': (chat.end_id,),
+      'max_new_tokens': min(config.max_turn_tokens, room),
+      'seed': sampling.seed * config.max_turns + turn,
+    }
     generation = await engine.generate(
       np.asarray(recorder.tokens, np.int32),
-      sampling=dataclasses.replace(
-        sampling,
-        stop_token_ids=(chat.end_id,),
-        max_new_tokens=min(config.max_turn_tokens, room),
-        seed=sampling.seed * config.max_turns + turn,
-      ),
+      sampling=dataclasses.replace(sampling, **limits),
     )
     span = recorder.sampled(generation)
     text = chat.decode(generation.token_ids)
@@ -215,11 +215,7 @@ async def run(
       finish = 'tokens'
       break
     recorder.given(observation)
-  verdict = records.Verdict(False, 0, len(task.hidden), f'ended by {finish}')
-  if finish == 'submit':
-    verdict = await asyncio.to_thread(
-      verifier.verify, task, {**task.files, FILE: source}, sandbox=sandbox
-    )
+  verdict = await _judge(finish, task, source, sandbox)
   return records.Trajectory(
     task_id=task.task_id,
     group_index=group_index,
@@ -244,3 +240,15 @@ async def _answer(action, missing_line, task, source, sandbox) -> str | None:
       verifier.run_visible, task, {**task.files, FILE: source}, sandbox=sandbox
     )
   return 'edited' if action.call == 'edit' else action.error
+
+
+async def _judge(finish, task, source, sandbox) -> records.Verdict:
+  """Grades what was submitted; nothing else can pass."""
+  if finish != 'submit':
+    return records.Verdict(False, 0, len(task.hidden), f'ended by {finish}')
+  verdict = await asyncio.to_thread(
+    verifier.verify, task, {**task.files, FILE: source}, sandbox=sandbox
+  )
+  if verdict.infra_error:  # not the agent's failure: no reward, no record
+    raise sandboxes.SandboxError(verdict.infra_error)
+  return verdict

@@ -7,7 +7,7 @@ object, written once; after a restart the worker goes on with the numbers that
 have no object yet.
 
 Held-out tasks are evaluated at version 0, every `eval_every` versions and at
-the last one, one trajectory per task, sampled as in training.
+the last one, one trajectory per task, at temperature 1 without top-k or top-p.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class WorkerConfig:
   inflight_groups: int = 8  # groups running at once
   temperature: float = 1.0
   top_k: int = 32
-  top_p: float = 0.95
+  top_p: float = 0.98
   eval_every: int = 30  # versions
 
   def __post_init__(self):
@@ -116,10 +116,16 @@ class Worker:
       await asyncio.sleep(VERSION_POLL_S)
 
   async def _group(self, index: int) -> None:
-    size = self._dispatch.group_size
+    config, size = self._config, self._dispatch.group_size
     task = task_of(index, self._train, seed=self._seed)
+    sampling = SamplingParams(
+      temperature=config.temperature, top_k=config.top_k, top_p=config.top_p
+    )
     trajectories = await asyncio.gather(
-      *(self._trajectory(task, index, index * size + i) for i in range(size))
+      *(
+        self._trajectory(task, sampling, index, seed=index * size + i)
+        for i in range(size)
+      )
     )
     await asyncio.to_thread(
       self._store.write_once,
@@ -141,7 +147,7 @@ class Worker:
       return
     trajectories = await asyncio.gather(
       *(
-        self._trajectory(task, i, HELDOUT_SEED + i)
+        self._trajectory(task, SamplingParams(), i, seed=HELDOUT_SEED + i)
         for i, task in enumerate(self._heldout)
       )
     )
@@ -151,19 +157,13 @@ class Worker:
       self._store.write_once, name, records.group_to_bytes(trajectories)
     )
 
-  async def _trajectory(self, task, index, seed):
-    config = self._config
+  async def _trajectory(self, task, sampling, index, *, seed):
     return await harness.run(
       task,
       engine=self._engine,
       chat=self._chat,
       sandbox=self._sandbox,
-      sampling=SamplingParams(
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        seed=seed + self._seed * 7919,
-      ),
+      sampling=dataclasses.replace(sampling, seed=seed + self._seed * 7919),
       config=self._harness,
       group_index=index,
     )

@@ -163,7 +163,10 @@ class RunTest(absltest.TestCase):
         stage.store.read(dispatch.train_name(index))
       )
       self.assertEqual([t.group_index for t in group], [index] * SIZE)
-    self.assertEqual({run.sampling for run in stage.started}, {(0.8, 9, 0.7)})
+    self.assertEqual({run.sampling for run in runs}, {(0.8, 9, 0.7)})
+    # Evaluations are at temperature 1, without truncation.
+    rest = [run for run in stage.started if run not in runs]
+    self.assertEqual({run.sampling for run in rest}, {(1.0, 0, 1.0)})
 
   def test_evaluations(self):
     stage = Stage(storage.MemoryStore())
