@@ -102,7 +102,7 @@ def test_split_is_new_bugs_in_known_places(tasks):
   train = [task for task in tasks if task.split == 'train']
   heldout = [task for task in tasks if task.split == 'heldout']
   assert len(heldout) >= 200
-  assert 0.25 <= len(heldout) / len(tasks) <= 0.35
+  assert 0.2 <= len(heldout) / len(tasks) <= 0.3
 
   def places(part):
     return {(task.entry, task.metadata['line']) for task in part}
