@@ -61,7 +61,7 @@ CONFIG = RunConfig(
     optimizer=OptimizerConfig(muon_lr=3e-3, adam_lr=3e-3, decay_steps=300),
   ),
   train=TrainConfig(
-    steps=130,
+    steps=110,
     optimizer=OptimizerConfig(muon_lr=5e-4, adam_lr=3e-4),
   ),
   dispatch=DispatchConfig(groups_per_step=16, group_size=8, max_staleness=2),

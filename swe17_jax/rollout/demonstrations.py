@@ -32,9 +32,9 @@ REMARKS = (
   'line {} does not fit',
   'something is odd in line {}',
 )
-TESTS = 0.25  # chance of a test after an attempt, instead of a submit
-THOROUGH = 0.2  # chance of an attempt that rewrites several lines, not one
-MANY_EDITS = (4, 6)  # fewest and most lines of such an attempt
+TESTS = 0.2  # chance of a test after an attempt, instead of a submit
+THOROUGH = 0.15  # chance of an attempt that rewrites several lines, not one
+MANY_EDITS = (5, 8)  # fewest and most lines of such an attempt
 
 
 class DemonstrationError(ValueError):
