@@ -12,6 +12,9 @@ The folders are the ring, in order. A file is named after the noun it owns.
                config         `--set a.b=c` onto frozen dataclasses
                storage        gs://, a local folder or memory behind one door
                metrics        metrics.jsonl and TensorBoard event files
+               dispatch       which group belongs to which step, and when
+                              it may start
+               safetensors_folder  Hugging Face folders, tensor by tensor
     parallel/  mesh           mesh axes from slices, hosts and chips
                sharding       logical axes, constrain(), the shape checker
     tasks/     dataset        load, validate, split and fingerprint tasks
@@ -39,13 +42,23 @@ The folders are the ring, in order. A file is named after the noun it owns.
     train/     step           TrainState and the one jitted update
                loop           THE MAIN LOOP: take, pack, step, save, publish
                checkpoint     save and resume
+               source         reads groups from the store as they finish
+               cold_start     imitation, before any reward
+               tree_store     nested arrays on disk, through orbax
     engine/    interface      what an engine is
                jax_engine     the embedded one: KV cache, continuous batching
+               request        one prompt, and what an idle slot keeps
+               programs       its compiled prefill and decode step
+               sampler        top-k, top-p, and the mask sampled from
                fake_engine    a deterministic one for tests
     rollout/   chat           messages <-> token ids
                harness        the agent loop: prompt, tools, stop conditions
+               demonstrations  a weak demonstrator's runs, for the cold start
                worker         take tasks, run groups, write records
     analysis/  report         report.html of a run
+               curves, page   its plots and its HTML
+               heldout        solve rates, intervals and examples
+               summary        a run in a few numbers
 
 Imports go down only; tests/layering_test.py holds the exact table.
 
