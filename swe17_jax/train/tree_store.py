@@ -85,6 +85,7 @@ def restore_tree(path: pathlib.Path, abstract: Tree) -> Tree:
     TreeError: no tree at `path`, a damaged one, an array that it lacks, or
       another shape.
   """
+  path = pathlib.Path(path).absolute()
   stored = read_shapes(path)
   for keys, leaf in _flat(abstract):
     if keys not in stored:
@@ -134,7 +135,8 @@ def _saving() -> ocp.Context:
 
 
 def _metadata(path: pathlib.Path) -> ocp.CheckpointMetadata:
-  path = pathlib.Path(path)
+  # From a relative path orbax reads nothing, and only logs why.
+  path = pathlib.Path(path).absolute()
   if not ocp.is_orbax_checkpoint(path):
     raise TreeError(
       f'{path} holds no finished tree; give the folder of a checkpoint that '

@@ -1,5 +1,6 @@
 """Trees on disk: whole, array by array, in part, onto another mesh."""
 
+import os
 import pathlib
 
 import jax
@@ -47,6 +48,18 @@ class TreeStoreTest(parameterized.TestCase):
       tree_store.restore_tree(path, _abstract(_tree())), _tree()
     )
     self.assertEqual(tree_store.read_metadata(path), {'step': 7, 'note': 'x'})
+
+  def test_a_relative_path_is_as_good(self):
+    """Orbax alone reads nothing from one, and calls the tree empty."""
+    path = self.folder / 'state'
+    tree_store.save_tree(path, _tree(), metadata={'step': 3})
+    relative = pathlib.Path(os.path.relpath(path))
+    self.assertFalse(relative.is_absolute())
+    self.assertNotEmpty(tree_store.read_shapes(relative))
+    self.assertEqual(tree_store.read_metadata(relative), {'step': 3})
+    self._assert_same_bits(
+      tree_store.restore_tree(relative, _abstract(_tree())), _tree()
+    )
 
   def test_array_by_array_equals_at_once_and_reads_onto_any_mesh(self):
     weight = jnp.arange(64.0).reshape(8, 8)
