@@ -17,10 +17,10 @@ import signal
 import sys
 import threading
 
-from absl import app, flags, logging
+import program
+from absl import flags, logging
 from configs import tiny
 
-from swe17_jax.core import config as core_config
 from swe17_jax.core import safetensors_folder, storage
 from swe17_jax.engine import jax_engine
 from swe17_jax.model import config as model_config
@@ -35,47 +35,17 @@ _MODEL = flags.DEFINE_string(
   'model', None, 'Folder with config.json and tokenizer.json.', required=True
 )
 _TASKS = flags.DEFINE_string('tasks', None, 'Task set (JSONL).', required=True)
-_SEED = flags.DEFINE_integer('seed', 0, 'Of the order of tasks and sampling.')
-_SET = flags.DEFINE_multi_string(
-  'set', [], 'path=value on the configuration, e.g. worker.top_p=0.9.'
-)
 _WITH_PARENT = flags.DEFINE_bool(
   'with_parent', False, 'Stop when standard input closes (the parent died).'
 )
-_DRY_RUN = flags.DEFINE_bool(
-  'dry_run', False, 'Print the resolved configuration and stop.'
-)
-
-
-def main(argv: list[str]) -> None:
-  """Runs the worker, or says in one sentence why not."""
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments {argv[1:]}; see --help')
-  try:
-    config = core_config.apply_overrides(tiny.CONFIG, _SET.value)
-  except ValueError as error:
-    sys.exit(f'rollout: {error}')
-  if _DRY_RUN.value:
-    print(core_config.render(config))
-    return
-  if _WITH_PARENT.value:
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-  try:
-    sample(config)
-  except (
-    safetensors_folder.FolderError,
-    model_config.ConfigError,
-    dataset.DatasetError,
-    sandbox.SandboxError,
-    storage.StorageError,
-    OSError,
-  ) as error:
-    sys.exit(f'rollout: {error}')
+flags.adopt_module_key_flags(program)
 
 
 def sample(config: tiny.RunConfig) -> None:
   """Samples every group of the run."""
+  if _WITH_PARENT.value:
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
   folder = safetensors_folder.open_folder(pathlib.Path(_MODEL.value))
   store = storage.open_store(_STORE.value)
   model = dataclasses.replace(
@@ -102,7 +72,7 @@ def sample(config: tiny.RunConfig) -> None:
           store=store,
           tasks=dataset.load(pathlib.Path(_TASKS.value)),
           steps=config.train.steps,
-          seed=_SEED.value,
+          seed=program.SEED.value,
         ).run()
       )
   finally:
@@ -118,4 +88,13 @@ def _die_with_parent() -> None:
 
 
 if __name__ == '__main__':
-  app.run(main)
+  program.run(
+    sample,
+    errors=(
+      safetensors_folder.FolderError,
+      model_config.ConfigError,
+      dataset.DatasetError,
+      sandbox.SandboxError,
+      storage.StorageError,
+    ),
+  )

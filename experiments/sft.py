@@ -11,14 +11,13 @@ A second call with the same flags resumes, or ends at once when it is done.
 
 import json
 import pathlib
-import sys
 import time
 
-from absl import app, flags, logging
+import program
+from absl import flags, logging
 from configs import tiny
 from rich import console, progress
 
-from swe17_jax.core import config as core_config
 from swe17_jax.core import safetensors_folder
 from swe17_jax.model import config as model_config
 from swe17_jax.model import hf
@@ -30,40 +29,12 @@ STARTED = time.monotonic()
 _WORKDIR = flags.DEFINE_string(
   'workdir', None, 'Where the model, tasks and checkpoints go.', required=True
 )
-_SEED = flags.DEFINE_integer('seed', 0, 'Of parameters and demonstrations.')
-_SET = flags.DEFINE_multi_string(
-  'set', [], 'path=value on the configuration, e.g. cold_start.steps=100.'
-)
-_DRY_RUN = flags.DEFINE_bool(
-  'dry_run', False, 'Print the resolved configuration and stop.'
-)
+flags.adopt_module_key_flags(program)
 
 
-def main(argv: list[str]) -> None:
-  """Runs the cold start, or says in one sentence why not."""
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments {argv[1:]}; see --help')
-  try:
-    config = core_config.apply_overrides(tiny.CONFIG, _SET.value)
-  except ValueError as error:
-    sys.exit(f'sft: {error}')
-  if _DRY_RUN.value:
-    print(core_config.render(config))
-    return
-  try:
-    start(config, pathlib.Path(_WORKDIR.value))
-  except (
-    demonstrations.DemonstrationError,
-    harness.HarnessError,
-    sandbox.SandboxError,
-    tree_store.TreeError,
-    OSError,
-  ) as error:
-    sys.exit(f'sft: {error}')
-
-
-def start(config: tiny.RunConfig, workdir: pathlib.Path) -> None:
-  """Makes tasks, demonstrations and the model in `workdir`."""
+def start(config: tiny.RunConfig) -> None:
+  """Makes tasks, demonstrations and the model in the workdir."""
+  workdir = pathlib.Path(_WORKDIR.value)
   if (workdir / 'done.json').exists():
     logging.info('%s is done already', workdir)
     return
@@ -78,9 +49,9 @@ def start(config: tiny.RunConfig, workdir: pathlib.Path) -> None:
       [harness.task_text(task) for task in tasks if task.split == 'train'],
       vocab_size=config.model.vocab_size,
     )
-    expert_runs = demonstrations.record(
+    runs = demonstrations.record(
       demonstrations.choose(
-        tasks, count=config.cold_start.demonstrations, seed=_SEED.value
+        tasks, count=config.cold_start.demonstrations, seed=program.SEED.value
       ),
       chat=chat.Chat(tokenizer),
       sandbox=box,
@@ -89,7 +60,7 @@ def start(config: tiny.RunConfig, workdir: pathlib.Path) -> None:
         config.model.moe_layers,
         config.model.num_experts_per_tok,
       ),
-      seed=_SEED.value,
+      seed=program.SEED.value,
     )
   with progress.Progress(
     *progress.Progress.get_default_columns(),
@@ -102,9 +73,9 @@ def start(config: tiny.RunConfig, workdir: pathlib.Path) -> None:
     params = cold_start.run(
       config.cold_start,
       model=config.model,
-      windows=[window for run in expert_runs for window in run.windows],
+      windows=[window for run in runs for window in run.windows],
       workdir=workdir,
-      seed=_SEED.value,
+      seed=program.SEED.value,
       on_step=lambda step, loss: bar.update(
         line, completed=step + 1, loss=loss
       ),
@@ -120,4 +91,12 @@ def start(config: tiny.RunConfig, workdir: pathlib.Path) -> None:
 
 
 if __name__ == '__main__':
-  app.run(main)
+  program.run(
+    start,
+    errors=(
+      demonstrations.DemonstrationError,
+      harness.HarnessError,
+      sandbox.SandboxError,
+      tree_store.TreeError,
+    ),
+  )

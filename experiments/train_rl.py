@@ -23,7 +23,8 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags, logging
+import program
+from absl import flags, logging
 from configs import tiny
 from rich import console, progress
 
@@ -47,13 +48,8 @@ _STORE = flags.DEFINE_string(
   None,
   'Folder or gs:// URL for weights and records; WORKDIR/store by default.',
 )
-_SEED = flags.DEFINE_integer('seed', 0, 'Of the order of tasks and sampling.')
-_SET = flags.DEFINE_multi_string(
-  'set', [], 'path=value on the configuration, e.g. train.steps=50.'
-)
-_DRY_RUN = flags.DEFINE_bool(
-  'dry_run', False, 'Print the resolved configuration and stop.'
-)
+flags.adopt_module_key_flags(program)
+
 WORKER_RESTARTS = 5  # of a worker that dies, before the run gives up
 RESTART_S = 1.0  # a worker that dies at once must not spin
 
@@ -139,55 +135,24 @@ class ProgressLine:
     self._bar.update(self._line, completed=step + 1, facts=facts)
 
 
-def main(argv: list[str]) -> None:
-  """Trains and reports, or says in one sentence why not."""
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments {argv[1:]}; see --help')
-  try:
-    config = core_config.apply_overrides(tiny.CONFIG, _SET.value)
-  except ValueError as error:
-    sys.exit(f'train_rl: {error}')
-  if _DRY_RUN.value:
-    print(core_config.render(config))
-    return
+def learn(config: tiny.RunConfig) -> None:
+  """Trains beside a rollout worker until the end or a signal; reports."""
   workdir, init = pathlib.Path(_WORKDIR.value), pathlib.Path(_INIT.value)
   if not (init / 'done.json').exists():
     sys.exit(
       f'train_rl: --init={init} is no finished cold start; run '
       f'experiments/sft.py --workdir={init}'
     )
-  try:
-    learn(config, workdir, init)
-  except (
-    safetensors_folder.FolderError,
-    model_config.ConfigError,
-    hf.HfError,
-    delta.DeltaError,
-    metrics.MetricsError,
-    publisher.PublishError,
-    records.RecordError,
-    source.SourceError,
-    storage.StorageError,
-    tree_store.TreeError,
-    FloatingPointError,
-    OSError,
-  ) as error:
-    sys.exit(f'train_rl: {error}')
-
-
-def learn(
-  config: tiny.RunConfig, workdir: pathlib.Path, init: pathlib.Path
-) -> None:
-  """Trains beside a rollout worker until the end or a signal; reports."""
   workdir.mkdir(parents=True, exist_ok=True)
   logging.get_absl_handler().use_absl_log_file('train', str(workdir))
   (workdir / 'config.txt').write_text(core_config.render(config) + '\n')
   url = _STORE.value or str(workdir / 'store')
+  store = storage.open_store(url)
   stop = threading.Event()
   for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda *_: stop.set())
   groups = source.GroupSource(
-    storage.open_store(url),
+    store,
     config.dispatch,
     timeout_s=config.train.group_timeout_s,
     stop=stop,
@@ -198,15 +163,14 @@ def learn(
       f'--store={url}',
       f'--model={init / "model"}',
       f'--tasks={init / "tasks.jsonl"}',
-      f'--seed={_SEED.value}',
-      *(f'--set={override}' for override in _SET.value),
+      *program.overrides(),
     ],
     workdir / 'rollout.log',
     stop=stop,
   )
   try:
-    train(config, groups, init=init, workdir=workdir, url=url)
-    final = groups.wait_for_heldout(config.train.steps)
+    train(config, groups, init=init, workdir=workdir, store=store)
+    groups.wait_for_heldout(config.train.steps)
   except source.Stopped:
     if rollouts.failed:
       sys.exit(
@@ -218,17 +182,18 @@ def learn(
   finally:
     rollouts.close()
   with metrics.MetricsWriter(workdir) as writer:
-    writer.truncate(config.train.steps)
-    writer.write(config.train.steps, {'heldout/reward': final})
+    evaluated = loop.last_evaluated(workdir)
+    for version, rate in groups.heldout(after=evaluated).items():
+      writer.write(version, {'heldout/reward': rate})
   cold_start_s = json.loads((init / 'done.json').read_text())['wall_s']
   wall_s = cold_start_s + earlier_s + time.monotonic() - STARTED
   result = summary.summarize(workdir, wall_s=wall_s)
-  page = report.write(workdir, store=storage.open_store(url), summary=result)
+  page = report.write(workdir, store=store, summary=result)
   print(f'see {page}', file=sys.stderr)
   print(json.dumps(result))
 
 
-def train(config, groups, *, init, workdir, url) -> None:
+def train(config, groups, *, init, workdir, store) -> None:
   """Runs the main loop from the cold-started model."""
   folder = safetensors_folder.open_folder(init / 'model')
   model = dataclasses.replace(
@@ -246,11 +211,26 @@ def train(config, groups, *, init, workdir, url) -> None:
       model=model,
       initial=initial,
       groups=groups,
-      store=storage.open_store(url),
+      store=store,
       workdir=workdir,
       on_step=line.update,
     )
 
 
 if __name__ == '__main__':
-  app.run(main)
+  program.run(
+    learn,
+    errors=(
+      safetensors_folder.FolderError,
+      model_config.ConfigError,
+      hf.HfError,
+      delta.DeltaError,
+      metrics.MetricsError,
+      publisher.PublishError,
+      records.RecordError,
+      source.SourceError,
+      storage.StorageError,
+      tree_store.TreeError,
+      FloatingPointError,
+    ),
+  )

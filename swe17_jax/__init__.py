@@ -16,7 +16,7 @@ The folders are the ring, in order. A file is named after the noun it owns.
                               it may start
                safetensors_folder  Hugging Face folders, tensor by tensor
     parallel/  mesh           mesh axes from slices, hosts and chips
-               sharding       logical axes, constrain(), the shape checker
+               sharding       one table: logical axes -> axes of the mesh
     tasks/     dataset        load, validate, split and fingerprint tasks
                sandbox        run commands without network, within limits
                sandbox_runner what runs inside the sandbox

@@ -30,7 +30,7 @@ class ColdStartConfig:
   """How long to imitate, and what."""
 
   steps: int = 300
-  demonstrations: int = 300  # training tasks with an expert's run
+  demonstrations: int = 300  # training tasks with a demonstrator's run
   prompt_weight: float = 0.5  # of a prompt token, a sampled one has 1
   save_every: int = 100  # steps
   batch: batching.BatchConfig = batching.BatchConfig()

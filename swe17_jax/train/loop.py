@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from swe17_jax.core import metrics, records, storage
-from swe17_jax.model import hf
+from swe17_jax.model import hf, transformer
 from swe17_jax.model.config import MoEConfig
 from swe17_jax.optim.optimizer import OptimizerConfig
 from swe17_jax.rl import advantage, batching, loss
@@ -78,7 +78,9 @@ def run(
     model, objective, config.optimizer, temperature=config.temperature
   )
   folder = workdir / 'checkpoints'
-  like = jax.eval_shape(lambda: trainer.init(initial()))
+  like = jax.eval_shape(
+    lambda: trainer.init(transformer.init(model, jax.random.key(0)))
+  )
   state, before_s = checkpoint.restore(folder, like) or (
     trainer.init(initial()),
     0.0,
