@@ -10,6 +10,7 @@ import setuptools
 BASE = [
   'absl-py>=2.3',  # logging everywhere, flags in experiments/
   'ml_dtypes>=0.5',  # bfloat16 arrays without JAX
+  'numba>=0.62',  # the coder of deltas, compiled; wheels for numpy 2.3
   'numpy>=2.1',  # copy= semantics of asarray, which the codecs rely on
   'rich>=14.0',  # progress line
   'safetensors>=0.6',  # Hugging Face checkpoints, read by slices

@@ -24,6 +24,7 @@ The folders are the ring, in order. A file is named after the noun it owns.
                micro_repair   the quickstart's tasks: one bug, one function
                micro_functions  the functions they are made from
     weights/   delta          the codec: diff, encode, verify, apply in place
+               sections, coder  its entropy coding, with the parent as context
                manifest       the chain of versions; a manifest is the commit
                publisher      trainer side: snapshot, diff, upload, commit
                controller     engine side: watch, fetch, stage, apply

@@ -67,6 +67,7 @@ DOORS = {
   'orbax': ('train/tree_store',),
   'sglang': ('engine/sglang_',),
   'google': ('core/storage',),
+  'numba': ('weights/coder',),
   'tensorboard': ('core/metrics',),
   'matplotlib': ('analysis/curves',),
   'jinja2': ('analysis/page',),

@@ -47,6 +47,9 @@ class WeightTarget(Protocol):
   def weight_version(self) -> int | None:
     """The version in place and verified; None before the first one."""
 
+  def tensors(self) -> Mapping[str, np.ndarray]:
+    """The weights in place in host memory; the controller only reads them."""
+
   def load_base(
     self, tensors: Mapping[str, np.ndarray], *, weight_version: int
   ) -> None:
@@ -129,15 +132,14 @@ class Controller:
         self._target.load_base(tensors, weight_version=chain[-1].version)
         self._check_target(chain[-1])
     else:
-      staged = [self._fetch(link) for link in chain]
+      staged = self._stage(chain)
       with self._fencing():
-        for link, update in zip(chain, staged):
-          self._target.apply_delta(
-            update,
-            weight_version=link.version,
-            tensors_digest=link.tensors_digest,
-          )
-          self._check_target(link)
+        self._target.apply_delta(
+          staged,
+          weight_version=chain[-1].version,
+          tensors_digest=chain[-1].tensors_digest,
+        )
+        self._check_target(chain[-1])
     self._note_applied(have, chain)
     return len(chain)
 
@@ -202,18 +204,29 @@ class Controller:
           f'{delta.FORMAT}: run the same release on trainer and engines'
         )
 
-  def _fetch(self, link: manifests.Manifest) -> delta.StagedDelta:
+  def _fetch(
+    self, link: manifests.Manifest, parent: Mapping[str, np.ndarray]
+  ) -> delta.StagedDelta:
     data = self._store.read(link.blobs[0].name)
     link.blobs[0].check(data)
-    return delta.decode(data)
+    return delta.decode(data, parent)
+
+  def _stage(self, chain: Sequence[manifests.Manifest]) -> delta.StagedDelta:
+    """Decodes a chain of deltas into one, while the target serves."""
+    tensors, staged = self._target.tensors(), []
+    for link in chain:
+      staged.append(self._fetch(link, tensors))
+      if link is not chain[-1]:
+        tensors = staged[-1].applied(tensors)
+    return delta.merge(staged)
 
   def _rebuild(
     self, chain: Sequence[manifests.Manifest]
   ) -> dict[str, np.ndarray]:
     """Builds the last version of a chain in host memory, and verifies it."""
-    tensors = self._fetch(chain[0]).tensors()
+    tensors = self._fetch(chain[0], {}).tensors()
     for link in chain[1:]:
-      self._fetch(link).apply(tensors)
+      self._fetch(link, tensors).apply(tensors)
     found, wanted = delta.digest(tensors), chain[-1].tensors_digest
     if found != wanted:
       raise delta.DeltaError(

@@ -2,88 +2,73 @@
 
 Of a bf16 model trained at RL learning rates about 1% of the weights change
 per version. `encode(parent, new)` finds them by comparing bits (so NaN
-payloads and -0.0 survive) and writes their positions and NEW values. A delta
-holds absolute values, not differences: applying it twice is applying it once,
-and a half-applied one is repaired by applying it again. `encode({}, new)` is
-a base: the same container with every value of every tensor.
+payloads and -0.0 survive) and codes them with the parent as context, which
+the receiver has (see `coder`). `decode` turns that into positions and NEW
+values: applying them twice is applying them once, and a half-applied delta is
+repaired by applying it again. `encode({}, new)` is a base: the same container
+with every value of every tensor.
 
-Nothing in a blob says which parent it belongs to; its manifest does, with the
-`digest` that the weights must have afterwards.
+Every coded group carries a checksum of the changes it stands for, so a delta
+that is decoded against another parent is refused before anything is written.
 
 Format (integers little-endian):
 
-    0   8  magic b'SWE17D1\\n'
+    0   8  magic b'SWE17D2\\n'
     8  16  xxh3-128 of everything after byte 24, canonical (big-endian)
     24  4  size of the table, uint32
-    28  .  table: JSON, compressed
+    28  .  table: JSON, a zstd frame
     .   .  sections, in the order of the table
-
-Tables and sections are zstd frames (level 1: higher ones gain nothing here).
 
     table = {"base": bool,         true for encode({}, new)
              "elements": int,      of all tensors of `new`, changed or not
              "groups": [group]}
-    group = {"dtype": str,         as in _DTYPES
+    group = {"dtype": str,         as in sections.DTYPES
              "tensors": [[name, shape]],
              "changed": int,       values in this group
-             "escapes": int|null,  null: dense, all values are there
-             "sections": [int]}    compressed sizes
+             "check": str|null,    null: dense, all values are there
+             "sections": [int]}    their sizes
 
 A group is a flat stream: its tensors, in this order, C-contiguous, laid end
 to end. Tensors that did not change are in no group. A tensor of which more
-than 15% changed goes into a dense group, all others into sparse ones. A
-sparse group has two sections in front of its values:
+than half changed goes into a dense group, all others into sparse ones.
 
-    gaps     uint8[changed]   unchanged elements since the last changed one;
-                              255 = the next of the escapes
-    escapes  uint64[escapes]  gaps of 255 and more
+A sparse group has two sections: the hazards of the classes, a zstd frame of
+uint8[256] (`coder.hazard_codes`), and the uint32 words of `coder.encode`.
+"check" is xxh3-64 (16 hexadecimal digits) of the positions as int64[changed]
+in the stream, followed by the new values.
 
-and every group has its values as byte planes, one section per byte of the
-dtype: first the lowest byte of all values, then the next.
+A dense group has its values as byte planes, a zstd frame (level 1: higher
+ones gain nothing here) per byte of the dtype: first the lowest byte of all
+values, then the next.
 
 Example: `w`, a uint16[400], zero but for w[1], becomes 0x0203 at position 1
 and 0x0405 at position 300. The table has elements 400 and one group
-{"dtype": "uint16", "tensors": [["w", [400]]], "changed": 2, "escapes": 1}
-whose sections hold
-
-    gaps     01 ff
-    escapes  2a 01 00 00 00 00 00 00     300 - 1 - 1 = 298
-    plane 0  03 05
-    plane 1  02 04
+{"dtype": "uint16", "tensors": [["w", [400]]], "changed": 2, "check":
+xxh3-64 of 01 00 00 00 00 00 00 00 2c 01 00 00 00 00 00 00 03 02 05 04}. Of
+an integer dtype all elements are of class 0.
 """
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import ml_dtypes
 import numpy as np
 import xxhash
 import zstandard
 
-FORMAT = 'swe17.delta.1'
+from swe17_jax.weights import sections
 
-_MAGIC = b'SWE17D1\n'
+FORMAT = 'swe17.delta.2'
+
+_MAGIC = b'SWE17D2\n'
 _BODY = 24  # first byte under the digest
 _TABLE = 28
-_LEVEL = 1
-_ESCAPE = 255
-# Above this share of changes positions cost more than they save.
-_DENSE_FRACTION = 0.15
+# Above this share of changes the coder saves too little for its time.
+_DENSE_FRACTION = 0.5
 # Elements after which a group is closed. Bounds the working memory, and
 # hundreds of small tensors still share one group.
 _GROUP_ELEMENTS = 1 << 22
-
-_DTYPES = {
-  np.dtype(dtype).name: np.dtype(dtype)
-  for dtype in (
-    *(np.bool_, np.int8, np.int16, np.int32, np.int64),
-    *(np.uint8, np.uint16, np.uint32, np.uint64),
-    *(np.float16, np.float32, np.float64, ml_dtypes.bfloat16),
-    *(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),
-    *(ml_dtypes.float8_e8m0fnu, ml_dtypes.float4_e2m1fn),
-  )
-}
 
 
 class DeltaError(ValueError):
@@ -146,6 +131,12 @@ class StagedDelta:
       else:
         target[update.positions] = update.values
 
+  def applied(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns `tensors` with the new values; copies only what changes."""
+    changed = {u.name: tensors[u.name].copy(order='C') for u in self.updates}
+    self.apply(changed)
+    return {**tensors, **changed}
+
   def tensors(self) -> dict[str, np.ndarray]:
     """The tensors of a base, as writable views into this object.
 
@@ -160,6 +151,37 @@ class StagedDelta:
       update.name: update.values.view(update.dtype).reshape(update.shape)
       for update in self.updates
     }
+
+
+def merge(staged: Sequence[StagedDelta]) -> StagedDelta:
+  """Returns one delta that does what these do one after another."""
+  parts: dict[str, list[Update]] = {}
+  for one in staged:
+    for update in one.updates:
+      if update.positions is None:
+        parts[update.name] = []  # whatever came before is overwritten
+      parts.setdefault(update.name, []).append(update)
+  return StagedDelta(
+    updates=tuple(_merged(updates) for updates in parts.values()),
+    elements=staged[-1].elements,
+    is_base=staged[0].is_base,
+  )
+
+
+def _merged(updates: Sequence[Update]) -> Update:
+  """Merges updates of one tensor; only the first may be dense."""
+  first, *later = updates
+  if not later:
+    return first
+  if first.positions is None:
+    values = first.values.copy()
+    for update in later:
+      values[update.positions] = update.values
+    return dataclasses.replace(first, values=values)
+  positions = np.concatenate([u.positions for u in reversed(updates)])
+  values = np.concatenate([u.values for u in reversed(updates)])
+  positions, newest = np.unique(positions, return_index=True)
+  return dataclasses.replace(first, positions=positions, values=values[newest])
 
 
 def digest(tensors: Mapping[str, np.ndarray]) -> str:
@@ -181,7 +203,7 @@ def encode(
 
   Args:
     parent: name -> array; empty, or the names, shapes and dtypes of `new`.
-    new: name -> array of a dtype in `_DTYPES`.
+    new: name -> array of a dtype in `sections.DTYPES`.
 
   Returns:
     A blob for `decode`; see Format in the module docstring.
@@ -191,27 +213,33 @@ def encode(
   """
   if parent:
     _check_same_layout(parent, new)
-  entries, sections = [], []
+  entries, body = [], []
   for group in _grouped(_updates(parent, new)):
-    entry, parts = _encode_group(group)
+    entry, parts = _encode_group(group, parent)
     entries.append(entry)
-    sections += parts
+    body += parts
   table = {
     'base': not parent,
     'elements': sum(array.size for array in new.values()),
     'groups': entries,
   }
-  packed = _compress(json.dumps(table, separators=(',', ':')).encode())
+  packed = sections.compress(json.dumps(table, separators=(',', ':')).encode())
   size = len(packed).to_bytes(4, 'little')
-  body = b''.join([size, packed, *sections])
+  body = b''.join([size, packed, *body])
   return b''.join([_MAGIC, xxhash.xxh3_128_digest(body), body])
 
 
-def decode(blob: bytes) -> StagedDelta:
+def decode(blob: bytes, parent: Mapping[str, np.ndarray]) -> StagedDelta:
   """Decodes a blob of `encode`, having checked its digest.
 
+  Args:
+    blob: what `encode` returned.
+    parent: the tensors that the delta was made against; only read. A base
+      needs none.
+
   Raises:
-    DeltaError: the blob is truncated, damaged, or of another format.
+    DeltaError: the blob is truncated, damaged, of another format, or of
+      another parent.
   """
   if blob[: len(_MAGIC)] != _MAGIC:
     raise DeltaError(
@@ -225,7 +253,14 @@ def decode(blob: bytes) -> StagedDelta:
       'not the recorded one; fetch it again'
     )
   try:
-    return _decode_body(view)
+    return _decode_body(view, parent)
+  except DeltaError:
+    raise
+  except sections.WrongParent as error:
+    raise DeltaError(
+      f'delta does not decode: {error}; apply the versions between, or load a '
+      'base'
+    ) from error
   except (ValueError, KeyError, TypeError, zstandard.ZstdError) as error:
     raise DeltaError(
       f'blob of {len(blob)} bytes has a sound digest but breaks {FORMAT}: '
@@ -239,16 +274,20 @@ def _bits(name: str, array: np.ndarray) -> np.ndarray:
     raise DeltaError(
       f'{name} is a {type(array).__name__}; copy it to a host numpy array'
     )
-  if _DTYPES.get(array.dtype.name) != array.dtype:
-    raise DeltaError(f'{name} has {array.dtype=}; known: {sorted(_DTYPES)}')
+  if sections.DTYPES.get(array.dtype.name) != array.dtype:
+    raise DeltaError(
+      f'{name} has {array.dtype=}; known: {sorted(sections.DTYPES)}'
+    )
   flat = np.ascontiguousarray(array).reshape(-1)
   return flat.view(f'u{array.dtype.itemsize}')
 
 
-def _writable_bits(
-  tensors: Mapping[str, np.ndarray], update: Update
+def _matching_bits(
+  tensors: Mapping[str, np.ndarray],
+  name: str,
+  dtype: np.dtype,
+  shape: tuple[int, ...],
 ) -> np.ndarray:
-  name = update.name
   if name not in tensors:
     raise DeltaError(
       f'delta changes {name}, which the receiver does not have; it was made '
@@ -256,14 +295,22 @@ def _writable_bits(
     )
   array = tensors[name]
   bits = _bits(name, array)
-  if (array.dtype, array.shape) != (update.dtype, update.shape):
+  if (array.dtype, array.shape) != (dtype, shape):
     raise DeltaError(
-      f'delta has {name} as {update.dtype.name}{list(update.shape)}, the '
-      f'receiver as {array.dtype.name}{list(array.shape)}'
+      f'delta has {name} as {dtype.name}{list(shape)}, the receiver as '
+      f'{array.dtype.name}{list(array.shape)}'
     )
-  if not (array.flags.c_contiguous and array.flags.writeable):
+  return bits
+
+
+def _writable_bits(
+  tensors: Mapping[str, np.ndarray], update: Update
+) -> np.ndarray:
+  bits = _matching_bits(tensors, update.name, update.dtype, update.shape)
+  flags = tensors[update.name].flags
+  if not (flags.c_contiguous and flags.writeable):
     raise DeltaError(
-      f'{name} must be writable and C-contiguous to be changed in place'
+      f'{update.name} must be writable and C-contiguous to be changed in place'
     )
   return bits
 
@@ -309,63 +356,59 @@ def _updates(
     )
 
 
-def _size(update: Update) -> int:
-  return int(np.prod(update.shape, dtype=np.int64))
-
-
 def _grouped(updates: Iterable[Update]) -> Iterator[list[Update]]:
   """Collects updates of one dtype and density up to _GROUP_ELEMENTS."""
   groups: dict[tuple[str, bool], list[Update]] = {}
   sizes: dict[tuple[str, bool], int] = {}
   for update in updates:
     key = update.dtype.name, update.positions is None
-    if key in groups and sizes[key] + _size(update) > _GROUP_ELEMENTS:
+    if key in groups and sizes[key] + math.prod(update.shape) > _GROUP_ELEMENTS:
       yield groups.pop(key)
     if key not in groups:
       groups[key], sizes[key] = [], 0
     groups[key].append(update)
-    sizes[key] += _size(update)
+    sizes[key] += math.prod(update.shape)
   yield from groups.values()
 
 
-def _compress(data) -> bytes:
-  return zstandard.ZstdCompressor(level=_LEVEL).compress(data)
-
-
-def _encode_group(group: list[Update]) -> tuple[dict, list[bytes]]:
+def _encode_group(
+  group: list[Update], parent: Mapping[str, np.ndarray]
+) -> tuple[dict, list[bytes]]:
   """Returns the group's entry in the table and its sections."""
   values = np.concatenate([update.values for update in group])
-  sections, escapes = [], None
-  if group[0].positions is not None:
-    starts = np.cumsum([0] + [_size(update) for update in group[:-1]])
-    positions = np.concatenate(
-      [update.positions + start for update, start in zip(group, starts)]
-    )
-    gaps = np.diff(positions, prepend=-1) - 1
-    escaped = gaps[gaps >= _ESCAPE].astype('<u8')
-    escapes = escaped.size
-    sections = [np.minimum(gaps, _ESCAPE).astype(np.uint8), escaped]
-  planes = values.view(np.uint8).reshape(-1, values.itemsize)
-  sections += [np.ascontiguousarray(plane) for plane in planes.T]
-  packed = [_compress(section) for section in sections]
   entry = {
     'dtype': group[0].dtype.name,
     'tensors': [[update.name, list(update.shape)] for update in group],
     'changed': values.size,
-    'escapes': escapes,
-    'sections': [len(section) for section in packed],
+    'check': None,
   }
-  return entry, packed
+  if group[0].positions is None:
+    planes = values.view(np.uint8).reshape(-1, values.itemsize)
+    parts = [
+      sections.compress(np.ascontiguousarray(plane)) for plane in planes.T
+    ]
+  else:
+    starts = np.cumsum([0] + [math.prod(update.shape) for update in group[:-1]])
+    positions = np.concatenate(
+      [update.positions + start for update, start in zip(group, starts)]
+    )
+    entry['check'] = sections.checksum(positions, values)
+    old = np.concatenate([_bits(u.name, parent[u.name]) for u in group])
+    parts = sections.encode_changes(entry['dtype'], old, positions, values)
+  entry['sections'] = [len(part) for part in parts]
+  return entry, parts
 
 
-def _decode_body(view: memoryview) -> StagedDelta:
+def _decode_body(
+  view: memoryview, parent: Mapping[str, np.ndarray]
+) -> StagedDelta:
   start = _TABLE + int.from_bytes(view[_BODY:_TABLE], 'little')
-  table = json.loads(_decompress(view[_TABLE:start]))
+  table = json.loads(sections.decompress(view[_TABLE:start]))
   updates = []
   for entry in table['groups']:
     ends = np.cumsum([start, *entry['sections']]).tolist()
-    sections = [view[a:b] for a, b in zip(ends, ends[1:])]
-    updates += _decode_group(entry, sections)
+    parts = [view[a:b] for a, b in zip(ends, ends[1:])]
+    updates += _decode_group(entry, parts, parent)
     start = ends[-1]
   if start != len(view):
     raise ValueError(f'sections end at {start} of {len(view)} bytes')
@@ -374,35 +417,25 @@ def _decode_body(view: memoryview) -> StagedDelta:
   )
 
 
-def _decompress(frame: memoryview) -> bytes:
-  return zstandard.ZstdDecompressor().decompress(frame)
-
-
-def _section(frame: memoryview, *, dtype: str, size: int) -> np.ndarray:
-  array = np.frombuffer(_decompress(frame), dtype)
-  if array.size != size:
-    raise ValueError(f'section has {array.size} items, its table says {size}')
-  return array
-
-
-def _decode_group(entry: dict, sections: list[memoryview]) -> list[Update]:
-  dtype, changed = _DTYPES[entry['dtype']], entry['changed']
+def _decode_group(
+  entry: dict,
+  parts: list[memoryview],
+  parent: Mapping[str, np.ndarray],
+) -> list[Update]:
+  dtype = sections.DTYPES[entry['dtype']]
   shapes = [tuple(shape) for _, shape in entry['tensors']]
-  bounds = np.cumsum([0] + [np.prod(s, dtype=np.int64) for s in shapes])
-  positions = None
-  cuts = bounds
-  if entry['escapes'] is not None:
-    positions = _decode_positions(sections[:2], entry)
-    if positions.size and positions[-1] >= bounds[-1]:
-      raise ValueError(f'position {positions[-1]} is beyond {bounds[-1]}')
+  bounds = np.cumsum([0] + [math.prod(s) for s in shapes])
+  if entry['check'] is None:
+    positions, cuts = None, bounds
+    values = sections.decode_planes(entry, parts, size=int(bounds[-1]))
+  else:
+    old = [
+      _matching_bits(parent, name, dtype, tuple(shape))
+      for name, shape in entry['tensors']
+    ]
+    old = np.concatenate(old) if len(old) > 1 else old[0]
+    positions, values = sections.decode_changes(entry, parts, old)
     cuts = np.searchsorted(positions, bounds)
-    sections = sections[2:]
-  elif changed != bounds[-1]:
-    raise ValueError(f'{changed} values for {bounds[-1]} elements')
-  planes = np.empty((changed, dtype.itemsize), np.uint8)
-  for byte, frame in zip(range(dtype.itemsize), sections, strict=True):
-    planes[:, byte] = _section(frame, dtype='u1', size=changed)
-  values = planes.reshape(-1).view(f'<u{dtype.itemsize}')
   return [
     Update(
       name=name,
@@ -415,13 +448,3 @@ def _decode_group(entry: dict, sections: list[memoryview]) -> list[Update]:
       entry['tensors'], shapes, bounds, cuts, cuts[1:]
     )
   ]
-
-
-def _decode_positions(
-  sections: list[memoryview], entry: dict
-) -> np.ndarray:  # [changed] i64
-  gaps = _section(sections[0], dtype='u1', size=entry['changed'])
-  escapes = _section(sections[1], dtype='<u8', size=entry['escapes'])
-  steps = gaps.astype(np.int64)
-  steps[gaps == _ESCAPE] = escapes
-  return np.cumsum(steps + 1) - 1

@@ -95,8 +95,10 @@ class Publisher:
       logging.info('weights: version %d is committed already', version)
       return Published(version, kind, bytes=0, changed_fraction=0.0)
     parent = self._choose_parent(version)
-    blob = delta.encode({} if parent is None else self._snapshot, tensors)
-    staged = delta.decode(blob)  # what engines will do, before they see it
+    snapshot = {} if parent is None else self._snapshot
+    blob = delta.encode(snapshot, tensors)
+    # What engines will do, before they see it.
+    staged = delta.decode(blob, snapshot)
     kind = 'base' if parent is None else 'delta'
     self._commit(kind, version, parent=parent, blob=blob, digest=digest)
     if parent is None:

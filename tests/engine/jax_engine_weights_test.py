@@ -99,7 +99,7 @@ def test_a_stream_that_nobody_reads_frees_its_slot(single):
 
 def _delta(old, new):
   """Returns a staged delta and the digest of what it makes."""
-  return delta.decode(delta.encode(old, new)), delta.digest(new)
+  return delta.decode(delta.encode(old, new), old), delta.digest(new)
 
 
 def _seam(engine, *, change, prompt, sampling) -> Generation:

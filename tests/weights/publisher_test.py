@@ -52,7 +52,7 @@ def replayed(store):
   for link in chain:
     data = store.read(link.blobs[0].name)
     link.blobs[0].check(data)
-    staged = delta.decode(data)
+    staged = delta.decode(data, tensors)
     if link.kind == 'base':
       tensors = staged.tensors()
     else:
