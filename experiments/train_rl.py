@@ -34,7 +34,8 @@ from swe17_jax.core import metrics, records, safetensors_folder, storage
 from swe17_jax.model import config as model_config
 from swe17_jax.model import hf
 from swe17_jax.train import loop, source, tree_store
-from swe17_jax.weights import delta, publisher
+from swe17_jax.weights import publisher
+from swe17_jax.weights import staged as stages
 
 STARTED = time.monotonic()
 _WORKDIR = flags.DEFINE_string(
@@ -224,7 +225,7 @@ if __name__ == '__main__':
       safetensors_folder.FolderError,
       model_config.ConfigError,
       hf.HfError,
-      delta.DeltaError,
+      stages.DeltaError,
       metrics.MetricsError,
       publisher.PublishError,
       records.RecordError,

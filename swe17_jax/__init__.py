@@ -25,6 +25,8 @@ The folders are the ring, in order. A file is named after the noun it owns.
                micro_functions  the functions they are made from
     weights/   delta          the codec: diff, encode, verify, apply in place
                sections, coder  its entropy coding, with the parent as context
+               staged         a decoded delta: merged, applied in place
+               rebuild        versions back out of a store
                manifest       the chain of versions; a manifest is the commit
                publisher      trainer side: snapshot, diff, upload, commit
                controller     engine side: watch, fetch, stage, apply

@@ -12,6 +12,7 @@ import numpy as np
 from swe17_jax.core import records
 from swe17_jax.engine.interface import Generation, SamplingParams
 from swe17_jax.weights import delta
+from swe17_jax.weights import staged as stages
 
 
 class FakeEngine:
@@ -45,7 +46,7 @@ class FakeEngine:
 
   def apply_delta(
     self,
-    staged: delta.StagedDelta,
+    staged: stages.StagedDelta,
     *,
     weight_version: int,
     tensors_digest: str,
@@ -54,7 +55,7 @@ class FakeEngine:
     staged.apply(self._tensors)
     found = delta.digest(self._tensors)
     if found != tensors_digest:
-      raise delta.DeltaError(
+      raise stages.DeltaError(
         f'weights have digest {found}, expected {tensors_digest}'
       )
     self._version = weight_version

@@ -38,6 +38,7 @@ from swe17_jax.engine.request import Held, Request
 from swe17_jax.model import hf, transformer
 from swe17_jax.model.config import MoEConfig
 from swe17_jax.weights import delta
+from swe17_jax.weights import staged as stages
 
 
 @dataclasses.dataclass(eq=False)
@@ -179,7 +180,7 @@ class JaxEngine:
 
   def apply_delta(
     self,
-    staged: delta.StagedDelta,
+    staged: stages.StagedDelta,
     *,
     weight_version: int,
     tensors_digest: str,
@@ -187,7 +188,7 @@ class JaxEngine:
     """Scatters a staged delta into the weights between two tokens.
 
     Raises:
-      delta.DeltaError: the result has another digest. The engine goes on
+      stages.DeltaError: the result has another digest. The engine goes on
         with the version that it served; no delta fits until the next base.
     """
 
@@ -195,7 +196,7 @@ class JaxEngine:
       staged.apply(self._views)
       found = delta.digest(self._views)
       if found != tensors_digest:
-        raise delta.DeltaError(
+        raise stages.DeltaError(
           f'weights after the delta to version {weight_version} have digest '
           f'{found}, the manifest says {tensors_digest}; load a base'
         )

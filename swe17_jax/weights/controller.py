@@ -18,6 +18,7 @@ Example:
 """
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
@@ -26,8 +27,9 @@ import numpy as np
 from absl import logging
 
 from swe17_jax.core import storage
-from swe17_jax.weights import delta
 from swe17_jax.weights import manifest as manifests
+from swe17_jax.weights import rebuild
+from swe17_jax.weights import staged as stages
 
 MAX_BACKOFF_S = 60.0
 
@@ -57,7 +59,7 @@ class WeightTarget(Protocol):
 
   def apply_delta(
     self,
-    staged: delta.StagedDelta,
+    staged: stages.StagedDelta,
     *,
     weight_version: int,
     tensors_digest: str,
@@ -65,7 +67,7 @@ class WeightTarget(Protocol):
     """Applies a delta in place.
 
     Raises:
-      delta.DeltaError: `delta.digest` of the result is not `tensors_digest`.
+      stages.DeltaError: `delta.digest` of the result is not `tensors_digest`.
     """
 
 
@@ -78,7 +80,12 @@ class Controller:
   """
 
   def __init__(
-    self, store: storage.Store, target: WeightTarget, *, poll_s: float
+    self,
+    store: storage.Store,
+    target: WeightTarget,
+    *,
+    poll_s: float,
+    threads: int | None = None,
   ):
     """Makes a controller; nothing happens before `poll_once` or `run`.
 
@@ -86,13 +93,16 @@ class Controller:
       store: where the publisher commits.
       target: what to update; driven from one thread.
       poll_s: seconds between polls, > 0.
+      threads: groups to decode at a time; all cores by default.
     """
     if not poll_s > 0:
       raise ValueError(f'{poll_s=} must be above 0 seconds')
     self._store = store
     self._target = target
     self._poll_s = poll_s
+    self._threads = threads or os.cpu_count()
     self._fenced = False
+    self._digest: str | None = None  # of the target's weights, if we put them
     # From a version to the next, as the last delta had it.
     self._stride: int | None = None
     self._quiet_polls = 0
@@ -125,9 +135,10 @@ class Controller:
           'publish a base'
         )
       return 0
-    self._check_codec(chain)
+    rebuild.check_codec(chain)
+    self._check_parent(chain[0])
     if chain[0].kind == 'base':
-      tensors = self._rebuild(chain)
+      tensors = rebuild.tensors(self._fetch, chain, threads=self._threads)
       with self._fencing():
         self._target.load_base(tensors, weight_version=chain[-1].version)
         self._check_target(chain[-1])
@@ -195,45 +206,29 @@ class Controller:
         break
     return found
 
-  def _check_codec(self, chain: Sequence[manifests.Manifest]) -> None:
-    for link in chain:
-      if link.codec != delta.FORMAT or len(link.blobs) != 1:
-        raise manifests.ManifestError(
-          f'version {link.version} has codec {link.codec!r} and '
-          f'{len(link.blobs)} blobs; this release reads one blob of '
-          f'{delta.FORMAT}: run the same release on trainer and engines'
-        )
+  def _check_parent(self, link: manifests.Manifest) -> None:
+    known = self._digest
+    if link.kind == 'delta' and known not in (None, link.parent_digest):
+      raise manifests.ManifestError(
+        f'version {link.version} was made against weights with digest '
+        f'{link.parent_digest}; version {link.parent_version} in place has '
+        f'{known}: wrong parent. Stop all but one publisher and let it publish '
+        'a new base'
+      )
 
-  def _fetch(
-    self, link: manifests.Manifest, parent: Mapping[str, np.ndarray]
-  ) -> delta.StagedDelta:
-    data = self._store.read(link.blobs[0].name)
-    link.blobs[0].check(data)
-    return delta.decode(data, parent)
+  def _fetch(self, blob: manifests.Blob) -> bytes:
+    return self._store.read(blob.name)
 
-  def _stage(self, chain: Sequence[manifests.Manifest]) -> delta.StagedDelta:
+  def _stage(self, chain: Sequence[manifests.Manifest]) -> stages.StagedDelta:
     """Decodes a chain of deltas into one, while the target serves."""
     tensors, staged = self._target.tensors(), []
     for link in chain:
-      staged.append(self._fetch(link, tensors))
+      staged.append(
+        rebuild.stage(self._fetch, link, tensors, threads=self._threads)
+      )
       if link is not chain[-1]:
         tensors = staged[-1].applied(tensors)
-    return delta.merge(staged)
-
-  def _rebuild(
-    self, chain: Sequence[manifests.Manifest]
-  ) -> dict[str, np.ndarray]:
-    """Builds the last version of a chain in host memory, and verifies it."""
-    tensors = self._fetch(chain[0], {}).tensors()
-    for link in chain[1:]:
-      self._fetch(link, tensors).apply(tensors)
-    found, wanted = delta.digest(tensors), chain[-1].tensors_digest
-    if found != wanted:
-      raise delta.DeltaError(
-        f'version {chain[-1].version} rebuilt from base {chain[0].version} '
-        f'has digest {found}, its manifest says {wanted}; publish a new base'
-      )
-    return tensors
+    return stages.merge(staged)
 
   def _check_target(self, link: manifests.Manifest) -> None:
     if self._target.weight_version != link.version:
@@ -248,6 +243,7 @@ class Controller:
     last = chain[-1]
     if last.kind == 'delta':  # a base does not say what came before it
       self._stride = last.version - last.parent_version
+    self._digest = last.tensors_digest
     self._quiet_polls = 0
     self.versions_applied += len(chain)
     logging.info(

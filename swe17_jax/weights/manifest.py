@@ -7,17 +7,27 @@ are trainer steps, so they grow but need not be consecutive.
 
 Format of a manifest (UTF-8 JSON, all fields required, no others):
 
-    format          "swe17.manifest.1"
+    format          "swe17.manifest.2"
     version         int, 0 <= version < 10**8
     parent_version  int < version; null for a base
     kind            "base" | "delta"
-    codec           format of the blobs, e.g. "swe17.delta.1"
-    blobs           [{"name": str, "size": bytes, "digest": xxh3-128 hex}]
+    codec           format of the blobs, e.g. "swe17.delta.2"
+    blobs           [{"name": str, "size": bytes, "digest": xxh3-128 hex,
+                      "chunk_bytes": int, "chunks": [xxh3-128 hex]}]
+    parent_digest   `delta.digest` of the weights at parent_version; null for
+                    a base
     tensors_digest  `delta.digest` of the weights at this version
     created_by      who wrote it, for people
+    started_at      when the weights were handed to the publisher, and when
+    committed_at    it wrote this; seconds since 1970 by the publisher's
+                    clock, for people and latency plots: nothing is decided
+                    by them, so clocks may be wrong
 
-Blobs are named `weights/{kind}/{version:08d}-{digest}`: what was uploaded by
-a publisher that died before its commit is never mistaken for anything else.
+A version has one blob or more, in any order; together they hold each changed
+tensor once. Blobs are named `weights/{kind}/{version:08d}-{digest}`: what was
+uploaded by a publisher that died before its commit is never mistaken for
+anything else. Chunks are what hosts pass to each other: all of chunk_bytes
+but the last, each with its own digest, so that none is passed on damaged.
 
 `plan` is pure; it decides what an engine group has to install. Example:
 
@@ -36,9 +46,10 @@ import xxhash
 
 from swe17_jax.core import storage
 
-FORMAT = 'swe17.manifest.1'
+FORMAT = 'swe17.manifest.2'
 PREFIX = 'weights/manifest/'
 
+CHUNK_BYTES = 1 << 24
 _KINDS = ('base', 'delta')
 _VERSIONS = 10**8  # names have eight digits, so that they sort like versions
 _DIGEST = re.compile(r'[0-9a-f]{32}')
@@ -61,6 +72,8 @@ class Blob:
   name: str
   size: int  # bytes
   digest: str  # xxh3-128 of its bytes, hex
+  chunk_bytes: int  # of all chunks but the last, which may be shorter
+  chunks: tuple[str, ...]  # xxh3-128 of each
 
   def __post_init__(self):
     _require(
@@ -72,6 +85,34 @@ class Blob:
       f'blob {self.name}: size={self.size!r} must be an int >= 0',
     )
     _require_digest(f'blob {self.name}: digest', self.digest)
+    _require(
+      type(self.chunk_bytes) is int and self.chunk_bytes > 0,
+      f'blob {self.name}: chunk_bytes={self.chunk_bytes!r} must be an int > 0',
+    )
+    count = -(-self.size // self.chunk_bytes)
+    _require(
+      len(self.chunks) == count,
+      f'blob {self.name} of {self.size} bytes must have {count} chunks of '
+      f'{self.chunk_bytes}, not {len(self.chunks)}',
+    )
+    for i, chunk in enumerate(self.chunks):
+      _require_digest(f'blob {self.name}: chunks[{i}]', chunk)
+
+  def span(self, chunk: int) -> tuple[int, int]:
+    """The first byte of a chunk, and the one behind its last."""
+    start = chunk * self.chunk_bytes
+    return start, min(start + self.chunk_bytes, self.size)
+
+  def check_chunk(self, chunk: int, data: bytes) -> None:
+    """Raises ManifestError unless `data` is this chunk as published."""
+    start, stop = self.span(chunk)
+    found = xxhash.xxh3_128_hexdigest(data)
+    _require(
+      (len(data), found) == (stop - start, self.chunks[chunk]),
+      f'bytes {start} to {stop} of blob {self.name} came as {len(data)} bytes '
+      f'with digest {found}; its manifest says {self.chunks[chunk]}; fetch '
+      'them again, or publish a new base if the object itself is damaged',
+    )
 
   def check(self, data: bytes) -> None:
     """Raises ManifestError unless `data` is what was published."""
@@ -93,8 +134,11 @@ class Manifest:
   kind: str
   codec: str
   blobs: tuple[Blob, ...]
+  parent_digest: str | None
   tensors_digest: str
   created_by: str
+  started_at: float
+  committed_at: float
   format: str = FORMAT
 
   def __post_init__(self):
@@ -116,6 +160,10 @@ class Manifest:
         self.parent_version is None,
         f'{where}: a base has no parent, not {self.parent_version!r}',
       )
+      _require(
+        self.parent_digest is None,
+        f'{where}: a base has no parent_digest, not {self.parent_digest!r}',
+      )
     else:
       _require(
         type(self.parent_version) is int
@@ -123,11 +171,18 @@ class Manifest:
         f'{where}: parent_version={self.parent_version!r} of a delta must be '
         'an int in [0, version)',
       )
+      _require_digest(f'{where}: parent_digest', self.parent_digest)
     _require(bool(self.blobs), f'{where}: blobs must not be empty')
     _require_digest(f'{where}: tensors_digest', self.tensors_digest)
     for field in ('codec', 'created_by'):
       value = getattr(self, field)
       _require(isinstance(value, str), f'{where}: {field}={value!r} is no text')
+    for field in ('started_at', 'committed_at'):
+      value = getattr(self, field)
+      _require(
+        type(value) in (int, float) and value >= 0,
+        f'{where}: {field}={value!r} must be seconds >= 0',
+      )
 
   def to_bytes(self) -> bytes:
     """The manifest as JSON."""
@@ -147,7 +202,14 @@ class Manifest:
     )
     for blob in fields['blobs']:
       _check_fields(Blob, blob)
-    blobs = tuple(Blob(**blob) for blob in fields['blobs'])
+      _require(
+        isinstance(blob['chunks'], list),
+        f'blob {blob["name"]}: chunks={blob["chunks"]!r} must be a list',
+      )
+    blobs = tuple(
+      Blob(**{**blob, 'chunks': tuple(blob['chunks'])})
+      for blob in fields['blobs']
+    )
     return cls(**{**fields, 'blobs': blobs})
 
 
@@ -171,11 +233,22 @@ def _check_fields(record: type, fields: Any) -> None:
   )
 
 
-def make_blob(kind: str, *, version: int, data: bytes) -> Blob:
-  """Names `data` as the blob of a version; does not write it."""
+def make_blob(
+  kind: str, *, version: int, data: bytes, chunk_bytes: int = CHUNK_BYTES
+) -> Blob:
+  """Names `data` as a blob of a version; does not write it."""
   digest = xxhash.xxh3_128_hexdigest(data)
-  name = f'weights/{kind}/{version:08d}-{digest}'
-  return Blob(name=name, size=len(data), digest=digest)
+  view = memoryview(data)
+  return Blob(
+    name=f'weights/{kind}/{version:08d}-{digest}',
+    size=len(data),
+    digest=digest,
+    chunk_bytes=chunk_bytes,
+    chunks=tuple(
+      xxhash.xxh3_128_hexdigest(view[start : start + chunk_bytes])
+      for start in range(0, len(data), chunk_bytes)
+    ),
+  )
 
 
 def name(version: int) -> str:
@@ -250,6 +323,14 @@ def _chain(
     if manifest.kind == 'base':
       break
     between = [v for v in known if manifest.parent_version < v < version]
+    parent = available.get(manifest.parent_version)
+    _require(
+      parent is None or parent.tensors_digest == manifest.parent_digest,
+      f'version {version} was made against weights with digest '
+      f'{manifest.parent_digest}, but version {manifest.parent_version} has '
+      'another: two publishers wrote here. Stop all but one and let it publish '
+      'a new base',
+    )
     _require(
       not between,
       f'version {version} is a delta of {manifest.parent_version}, but '

@@ -75,13 +75,16 @@ def encode_changes(
   return [compress(codes), words.astype('<u4').tobytes()]
 
 
-def decompress(frame: memoryview) -> bytes:
-  """Returns what a zstd frame holds."""
+def decompress(frame: memoryview, *, limit: int) -> bytes:
+  """Returns what a zstd frame holds: at most `limit` bytes."""
+  size = zstandard.get_frame_parameters(frame).content_size
+  if not 0 <= size <= limit:
+    raise ValueError(f'zstd frame says it holds {size} bytes, of {limit}')
   return zstandard.ZstdDecompressor().decompress(frame)
 
 
 def _section(frame: memoryview, *, size: int) -> np.ndarray:
-  array = np.frombuffer(decompress(frame), np.uint8)
+  array = np.frombuffer(decompress(frame, limit=size), np.uint8)
   if array.size != size:
     raise ValueError(f'section has {array.size} bytes, its table says {size}')
   return array

@@ -13,6 +13,7 @@ from swe17_jax.engine import jax_engine, sampler
 from swe17_jax.engine.interface import EngineError, Generation, SamplingParams
 from swe17_jax.model import hf, transformer
 from swe17_jax.weights import delta
+from swe17_jax.weights import staged as stages
 from tests.engine.served import (
   GQA,
   SETTINGS,
@@ -202,7 +203,7 @@ def test_half_applied_weights_are_never_served(single, dtype):
   staged, _ = _delta(versions[0], versions[1])
 
   def damaged():
-    with pytest.raises(delta.DeltaError, match='load a base'):
+    with pytest.raises(stages.DeltaError, match='load a base'):
       single.apply_delta(staged, weight_version=1, tensors_digest='0' * 32)
 
   assert_same(
@@ -213,7 +214,7 @@ def test_half_applied_weights_are_never_served(single, dtype):
   assert_same(reference, generate_one(single, prompt, sampling))
   # The host's bytes are not version 0 any more, so its deltas do not fit.
   staged, wanted = _delta(versions[0], _one_change(versions[0]))
-  with pytest.raises(delta.DeltaError, match='load a base'):
+  with pytest.raises(stages.DeltaError, match='load a base'):
     single.apply_delta(staged, weight_version=1, tensors_digest=wanted)
   assert_same(reference, generate_one(single, prompt, sampling))
   single.load_base(copied(versions[2]), weight_version=2)

@@ -13,6 +13,7 @@ from swe17_jax.core import storage
 from swe17_jax.weights import controller as controllers
 from swe17_jax.weights import delta, publisher
 from swe17_jax.weights import manifest as manifests
+from swe17_jax.weights import staged as stages
 
 
 class Crash(RuntimeError):
@@ -48,7 +49,7 @@ class MemoryTarget:
     staged.apply(self.held)
     self._maybe_fail('after')
     if delta.digest(self.held) != tensors_digest:
-      raise delta.DeltaError(f'version {weight_version}: wrong digest')
+      raise stages.DeltaError(f'version {weight_version}: wrong digest')
     self.weight_version = weight_version
 
   def _maybe_fail(self, where):
@@ -74,10 +75,14 @@ class CountingStore(storage.MemoryStore):
     return super().list(prefix, start_after)
 
 
+NOISE = np.random.default_rng(0).bytes(4000)
+
+
 def weights(version):
   return {
     'a': np.full(40, version, np.float32),  # dense in every delta
     'b': (np.arange(200) <= version).astype(np.int16),  # sparse
+    'c': np.frombuffer(NOISE, np.uint8),  # never changes
   }
 
 
@@ -223,7 +228,7 @@ class ControllerTest(parameterized.TestCase):
     self.controller.poll_once()
     self.target.held['b'][77] ^= 4  # a stray write
     self.publish(2)
-    with pytest.raises(delta.DeltaError, match='wrong digest'):
+    with pytest.raises(stages.DeltaError, match='wrong digest'):
       self.controller.poll_once()
     assert self.controller.verified_version is None
     self.controller.poll_once()
@@ -286,11 +291,14 @@ class ControllerTest(parameterized.TestCase):
       kind='delta',
       codec=record.codec,
       blobs=(blob,),
+      parent_digest=record.tensors_digest,
       tensors_digest=delta.digest(other),
       created_by='liar',
+      started_at=0,
+      committed_at=0,
     )
     self.store.write_once(manifests.name(2), lie.to_bytes())
-    with pytest.raises(delta.DeltaError, match='rebuilt from base 0'):
+    with pytest.raises(stages.DeltaError, match='rebuilt from base 0'):
       self.controller.poll_once()
     assert self.target.calls == []
 

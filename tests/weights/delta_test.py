@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swe17_jax.weights import delta
+from swe17_jax.weights import staged as stages
 
 DTYPES = (
   np.bool_,
@@ -93,8 +94,7 @@ class RoundTripTest(parameterized.TestCase):
            new[n].reshape(-1).view(f'u{p.itemsize}')).sum())
       for n, p in parent.items()
     )  # fmt: skip
-    size = max(sum(p.size for p in parent.values()), 1)
-    assert changed / size <= staged.changed_fraction <= 1
+    assert changed <= staged.changed <= sum(p.size for p in parent.values())
 
   def test_example_of_the_format(self):
     # The bytes worked out by hand in the docstring of the module.
@@ -111,7 +111,6 @@ class RoundTripTest(parameterized.TestCase):
     said = bytes.fromhex('01 00000000000000 2c01 000000000000 0302 0504')
     assert table == {
       'base': False,
-      'elements': 400,
       'groups': [
         {
           'dtype': 'uint16',
@@ -165,7 +164,7 @@ class RoundTripTest(parameterized.TestCase):
     staged = delta.decode(delta.encode(parent, new), parent)
     found = {u.name: u.positions.tolist() for u in staged.updates}
     assert found == {'a': [0, 1, 4_999_999], 'b': [2999], 'c': [254, 510]}
-    assert staged.changed_fraction == 6 / (5_000_000 + 3000 + 512)
+    assert staged.changed == 6
     staged.apply(parent)
     assert same_bits(parent, new)
 
@@ -197,6 +196,33 @@ class RoundTripTest(parameterized.TestCase):
     bits = 8 * len(delta.encode(parent, new)) / weights.size
     assert bits < 1.1 * (0.0714 + 0.0086)
 
+  @given(versions(), st.integers(1, 2000), st.integers(1, 4))
+  @settings(max_examples=40, deadline=None)
+  def test_blobs_are_parts(self, pair, blob_bytes, threads):
+    parent, new = pair
+    for old in (parent, {}):
+      blobs = list(
+        delta.encode_blobs(old, new, blob_bytes=blob_bytes, threads=threads)
+      )
+      whole = delta.decode(delta.encode(old, new), old)
+      parts = [delta.decode(blob, old, threads=threads) for blob in blobs]
+      names = [update.name for part in parts for update in part.updates]
+      assert sorted(names) == sorted(u.name for u in whole.updates)
+      assert sum(part.changed for part in parts) == whole.changed
+      merged = stages.merge(parts)
+      tensors = copy(parent) if old else merged.tensors()
+      merged.apply(tensors)
+      assert same_bits(tensors, new)
+
+  def test_blobs_close_at_their_size(self):
+    rng = np.random.default_rng(0)
+    new = {f'{i}': random_bits(rng, np.uint8, (3 << 20,)) for i in range(4)}
+    sizes = [
+      len(blob)
+      for blob in delta.encode_blobs({}, new, blob_bytes=1 << 22, threads=1)
+    ]
+    assert [round(size / 2**20) for size in sizes] == [6, 6]
+
 
 class MergeTest(parameterized.TestCase):
   @given(versions(), st.lists(st.sampled_from([0.001, 0.3, 0.9]), max_size=3))
@@ -211,7 +237,7 @@ class MergeTest(parameterized.TestCase):
       for old, new in zip(chain, chain[1:])
     ]
     tensors = copy(chain[0])
-    delta.merge(staged).apply(tensors)
+    stages.merge(staged).apply(tensors)
     assert same_bits(tensors, chain[-1])
 
   def test_the_last_value_of_a_position_wins(self):
@@ -222,7 +248,7 @@ class MergeTest(parameterized.TestCase):
       delta.decode(delta.encode({'w': old}, {'w': new}), {'w': old})
       for old, new in zip(chain, chain[1:])
     ]
-    (update,) = delta.merge(staged).updates
+    (update,) = stages.merge(staged).updates
     assert update.positions.tolist() == [2, 5, 7]
     assert update.values.view(np.float32).tolist() == [2, 0, 2]
 
@@ -243,16 +269,16 @@ class DamageTest(parameterized.TestCase):
 
   def test_truncated_anywhere(self):
     for end in range(0, len(self.blob), 7):
-      with pytest.raises(delta.DeltaError, match='begins with|truncated'):
+      with pytest.raises(stages.DeltaError, match='begins with|truncated'):
         delta.decode(self.blob[:end], self.parent)
-    with pytest.raises(delta.DeltaError, match='truncated'):
+    with pytest.raises(stages.DeltaError, match='truncated'):
       delta.decode(self.blob + b'\0', self.parent)
 
   def test_every_flipped_bit(self):
     for byte in range(len(self.blob)):
       damaged = bytearray(self.blob)
       damaged[byte] ^= 1 << byte % 8
-      with pytest.raises(delta.DeltaError):
+      with pytest.raises(stages.DeltaError):
         delta.decode(bytes(damaged), self.parent)
 
   @given(st.integers(28, 10_000), st.integers(1, 255))
@@ -264,22 +290,22 @@ class DamageTest(parameterized.TestCase):
     forged = self.blob[:8] + xxhash.xxh3_128_digest(bytes(body)) + body
     try:
       delta.decode(bytes(forged), self.parent)
-    except delta.DeltaError:
+    except stages.DeltaError:
       pass
 
   def test_other_bytes(self):
-    with pytest.raises(delta.DeltaError, match='begins with'):
+    with pytest.raises(stages.DeltaError, match='begins with'):
       delta.decode(b'{"a": 1}' * 10, {})
 
 
 class MisfitTest(parameterized.TestCase):
   def test_encode_names_what_differs(self):
     a = {'w': np.zeros(3, np.float32), 'v': np.zeros(1, np.float32)}
-    with pytest.raises(delta.DeltaError, match="only one has .'v'"):
+    with pytest.raises(stages.DeltaError, match="only one has .'v'"):
       delta.encode(a, {'w': a['w']})
-    with pytest.raises(delta.DeltaError, match=r'w was float32\[3\]'):
+    with pytest.raises(stages.DeltaError, match=r'w was float32\[3\]'):
       delta.encode(a, a | {'w': np.zeros((3, 1), np.float32)})
-    with pytest.raises(delta.DeltaError, match=r'now float16\[3\]'):
+    with pytest.raises(stages.DeltaError, match=r'now float16\[3\]'):
       delta.encode(a, a | {'w': np.zeros(3, np.float16)})
 
   @parameterized.named_parameters(
@@ -289,7 +315,7 @@ class MisfitTest(parameterized.TestCase):
     ('no_array', [1.0], 'is a list'),
   )
   def test_unknown_dtypes(self, array, message):
-    with pytest.raises(delta.DeltaError, match=message):
+    with pytest.raises(stages.DeltaError, match=message):
       delta.digest({'w': array})
 
   def test_apply_writes_nothing_unless_all_fits(self):
@@ -309,7 +335,7 @@ class MisfitTest(parameterized.TestCase):
       tensors = {'a': np.zeros(4, np.uint8)}
       if array is not None:
         tensors['b'] = array
-      with pytest.raises(delta.DeltaError, match=message):
+      with pytest.raises(stages.DeltaError, match=message):
         staged.apply(tensors)
       assert not tensors['a'].any()
 
@@ -317,7 +343,7 @@ class MisfitTest(parameterized.TestCase):
     parent = {'a': np.zeros(4, np.uint8)}
     new = {'a': parent['a'] + 1}
     staged = delta.decode(delta.encode(parent, new), parent)
-    with pytest.raises(delta.DeltaError, match='load its base'):
+    with pytest.raises(stages.DeltaError, match='load its base'):
       staged.tensors()
 
   def test_another_parent_is_refused(self):
@@ -327,15 +353,16 @@ class MisfitTest(parameterized.TestCase):
     v2['a'][[3, 7]] = 2
     blob = delta.encode(v0, v1)
     for wrong in (v1, v2, {'a': v0['a'] + 1}):
-      with pytest.raises(delta.DeltaError, match='does not decode|damaged'):
+      with pytest.raises(stages.DeltaError, match='does not decode|damaged'):
         delta.decode(blob, wrong)
 
 
 class DigestTest(parameterized.TestCase):
   def test_by_hand(self):
     tensors = {'b': np.array([1, 2], np.uint8), 'a': np.zeros((), np.float32)}
-    said = b'["a", "float32", []]\n\0\0\0\0["b", "uint8", [2]]\n\x01\x02'
-    assert delta.digest(tensors) == xxhash.xxh3_128_hexdigest(said)
+    said = (b'["a", "float32", []]\n\0\0\0\0', b'["b", "uint8", [2]]\n\x01\x02')
+    total = sum(xxhash.xxh3_128_intdigest(one) for one in said)
+    assert delta.digest(tensors) == f'{total % 2**128:032x}'
 
   def test_depends_on_everything_but_order(self):
     w = np.arange(6, dtype=np.float32)
@@ -352,3 +379,11 @@ class DigestTest(parameterized.TestCase):
     ]
     digests = {delta.digest(o) for o in others} - {delta.digest(base)}
     assert len(digests) == len(others)
+
+  def test_parts_combine(self):
+    rng = np.random.default_rng(0)
+    tensors = {
+      name: random_bits(rng, np.float32, (7,)) for name in ('a', 'b', 'c')
+    }
+    parts = [{'b': tensors['b']}, {'c': tensors['c'], 'a': tensors['a']}, {}]
+    assert delta.combine(map(delta.digest, parts)) == delta.digest(tensors)

@@ -5,6 +5,7 @@ import itertools
 import json
 
 import pytest
+import xxhash
 from absl.testing import parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,13 @@ from swe17_jax.core import storage
 from swe17_jax.weights import manifest as manifests
 
 DIGEST = '0' * 32
+BLOB = {
+  'name': 'a',
+  'size': 3,
+  'digest': DIGEST,
+  'chunk_bytes': 4,
+  'chunks': [DIGEST],
+}
 
 
 def make(version, parent=None):
@@ -21,10 +29,13 @@ def make(version, parent=None):
     version=version,
     parent_version=parent,
     kind=kind,
-    codec='swe17.delta.1',
+    codec='swe17.delta.2',
     blobs=(manifests.make_blob(kind, version=version, data=b'abc'),),
+    parent_digest=None if parent is None else DIGEST,
     tensors_digest=DIGEST,
     created_by='trainer-0:17',
+    started_at=1e9,
+    committed_at=1e9 + 2.5,
   )
 
 
@@ -111,14 +122,16 @@ class ManifestTest(parameterized.TestCase):
     for record in (make(3), make(12, 7)):
       data = record.to_bytes()
       assert manifests.Manifest.from_bytes(data) == record
-      assert json.loads(data)['format'] == 'swe17.manifest.1'
+      assert json.loads(data)['format'] == 'swe17.manifest.2'
 
   def test_names(self):
     assert manifests.name(17) == 'weights/manifest/00000017.json'
     # xxh3-128 of nothing, from the reference implementation.
     blob = manifests.make_blob('delta', version=17, data=b'')
     digest = '99aa06d3014798d86001c324468d497f'
-    assert blob == manifests.Blob(f'weights/delta/00000017-{digest}', 0, digest)
+    assert blob == manifests.Blob(
+      f'weights/delta/00000017-{digest}', 0, digest, 1 << 24, ()
+    )
 
   @parameterized.named_parameters(
     ('format', {'format': 'swe17.manifest.9'}, 'same release'),
@@ -133,11 +146,30 @@ class ManifestTest(parameterized.TestCase):
     ('no_blobs', {'blobs': []}, 'must not be empty'),
     ('blobs_no_list', {'blobs': 3}, 'must be a list'),
     ('blob_no_object', {'blobs': [3]}, 'must be a JSON object'),
-    ('blob_fields', {'blobs': [{'name': 'a'}]}, "lacks .'digest', 'size'"),
+    ('blob_fields', {'blobs': [{'name': 'a'}]}, "lacks .'chunk_bytes'"),
     (
       'blob_size',
-      {'blobs': [{'name': 'a', 'size': -1, 'digest': DIGEST}]},
+      {'blobs': [BLOB | {'size': -1}]},
       'size=-1',
+    ),
+    (
+      'blob_chunks',
+      {'blobs': [BLOB | {'size': 5}]},
+      'of 5 bytes must have 2 chunks of 4, not 1',
+    ),
+    ('chunk_digest', {'blobs': [BLOB | {'chunks': [7]}]}, 'chunks.0.=7'),
+    ('chunks_no_list', {'blobs': [BLOB | {'chunks': 7}]}, 'must be a list'),
+    ('base_with_digest', {'parent_digest': DIGEST}, 'has no parent_digest'),
+    (
+      'delta_without_digest',
+      {'kind': 'delta', 'parent_version': 1},
+      'parent_digest=None',
+    ),
+    ('time', {'committed_at': -1}, 'must be seconds'),
+    (
+      'chunk_bytes',
+      {'blobs': [BLOB | {'chunk_bytes': 0}]},
+      'must be an int > 0',
     ),
     ('digest', {'tensors_digest': 'XYZ'}, '32 lower-case'),
     ('created_by', {'created_by': None}, 'no text'),
@@ -159,6 +191,23 @@ class ManifestTest(parameterized.TestCase):
     for data in (b'abd', b'ab', b''):
       with pytest.raises(manifests.ManifestError, match='fetch it again'):
         blob.check(data)
+
+  def test_chunks_by_hand(self):
+    blob = manifests.make_blob('base', version=1, data=b'abcde', chunk_bytes=2)
+    assert [blob.span(i) for i in range(3)] == [(0, 2), (2, 4), (4, 5)]
+    assert blob.chunks == tuple(
+      xxhash.xxh3_128_hexdigest(part) for part in (b'ab', b'cd', b'e')
+    )
+    blob.check_chunk(2, b'e')
+    for chunk, data in ((0, b'cd'), (2, b'e '), (1, b'')):
+      with pytest.raises(manifests.ManifestError, match='fetch them again'):
+        blob.check_chunk(chunk, data)
+
+  def test_a_delta_of_other_weights_than_its_parent(self):
+    available = chain({3: None, 4: 3})
+    available[4] = dataclasses.replace(available[4], parent_digest='1' * 32)
+    with pytest.raises(manifests.ManifestError, match='two publishers'):
+      manifests.plan(None, available)
 
 
 class StoreTest(parameterized.TestCase):

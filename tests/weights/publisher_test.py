@@ -1,15 +1,20 @@
 """A version is whole or invisible, whenever and however the publisher dies."""
 
+import dataclasses
 import threading
+from concurrent import futures
 
 import ml_dtypes
 import numpy as np
 import pytest
 from absl.testing import parameterized
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from swe17_jax.core import storage
 from swe17_jax.weights import delta, publisher
 from swe17_jax.weights import manifest as manifests
+from swe17_jax.weights import staged as stages
 
 
 class Killed(BaseException):
@@ -50,13 +55,16 @@ def replayed(store):
   chain = manifests.plan(None, available)
   tensors = {}
   for link in chain:
-    data = store.read(link.blobs[0].name)
-    link.blobs[0].check(data)
-    staged = delta.decode(data, tensors)
-    if link.kind == 'base':
-      tensors = staged.tensors()
-    else:
-      staged.apply(tensors)
+    parts = []
+    for blob in link.blobs:
+      data = store.read(blob.name)
+      blob.check(data)
+      parts.append(delta.decode(data, tensors))
+    for part in parts:
+      if link.kind == 'base':
+        tensors |= part.tensors()
+      else:
+        part.apply(tensors)
     assert delta.digest(tensors) == link.tensors_digest
   return chain[-1].version, tensors
 
@@ -232,10 +240,188 @@ class PublisherTest(parameterized.TestCase):
   def test_model_changed(self):
     pub = publisher.Publisher(storage.MemoryStore(), base_every=9)
     pub.publish(0, weights(0))
-    with pytest.raises(delta.DeltaError, match="only one has .'extra'"):
+    with pytest.raises(stages.DeltaError, match="only one has .'extra'"):
       pub.publish(1, weights(1) | {'extra': np.zeros(1, np.float32)})
     assert pub.snapshot_version == 0
 
   def test_base_every(self):
     with pytest.raises(ValueError, match='base_every=0'):
       publisher.Publisher(storage.MemoryStore(), base_every=0)
+
+
+class Hosts:
+  """The `Exchange` of several threads; stands in for the trainer's network."""
+
+  def __init__(self, count):
+    self.barrier = threading.Barrier(count, timeout=30)
+    self.payloads = {}
+
+  def exchange(self, host):
+    def call(key, payload):
+      assert (key, host) not in self.payloads
+      self.payloads[key, host] = payload
+      self.barrier.wait()
+      return [self.payloads[key, h] for h in range(self.barrier.parties)]
+
+    return call
+
+
+def share(tensors, host, hosts):
+  return {n: tensors[n] for n in sorted(tensors)[host::hosts]}
+
+
+class SeveralHostsTest(parameterized.TestCase):
+  def on_all(self, stores, work, count=3):
+    """Runs `work(publisher, host)` on `count` hosts; returns what came."""
+    hosts = Hosts(count)
+
+    def one(host):
+      pub = publisher.Publisher(
+        *(stores[host],),
+        base_every=10,
+        host=host,
+        exchange=hosts.exchange(host),
+        threads=1,
+      )
+      try:
+        return work(pub, host)
+      except (publisher.PublishError, storage.StorageError) as error:
+        return error
+
+    with futures.ThreadPoolExecutor(count) as pool:
+      return list(pool.map(one, range(count)))
+
+  def test_each_host_publishes_its_share(self):
+    store = storage.MemoryStore()
+
+    def work(pub, host):
+      return [pub.publish(v, share(many(v), host, 3)) for v in (0, 1, 2)]
+
+    first, *others = self.on_all([store] * 3, work)
+    assert [p.kind for p in first] == ['base', 'delta', 'delta']
+    for other in others:
+      for a, b in zip(first, other):
+        assert dataclasses.replace(b, seconds=a.seconds) == a
+    record = manifests.read(store, version=1)
+    assert len(record.blobs) == 3
+    assert record.tensors_digest == delta.digest(many(1))
+    assert record.parent_digest == delta.digest(many(0))
+    version, tensors = replayed(store)
+    assert version == 2 and delta.digest(tensors) == delta.digest(many(2))
+
+  def test_hosts_may_be_others_after_a_restart(self):
+    store = storage.MemoryStore()
+    self.on_all(
+      [store] * 3, lambda pub, host: pub.publish(0, share(many(0), host, 3))
+    )
+
+    def work(pub, host):
+      assert pub.resume(0, share(many(0), host, 2))
+      return pub.publish(1, share(many(1), host, 2)).kind
+
+    assert self.on_all([store] * 2, work, count=2) == ['delta', 'delta']
+    assert delta.digest(replayed(store)[1]) == delta.digest(many(1))
+
+  @parameterized.parameters(0, 2)
+  def test_an_error_on_one_host_is_an_error_on_all(self, failing):
+    store = storage.MemoryStore()
+    stores = [store] * 3
+    broken = FailingStore(store)
+    stores[failing] = broken
+
+    def work(pub, host):
+      pub.publish(0, share(many(0), host, 3))
+      broken.fail = True
+      with pytest.raises((publisher.PublishError, storage.StorageError)) as e:
+        pub.publish(1, share(many(1), host, 3))
+      assert (f'host {failing}' in str(e.value)) == (host != failing)
+      pub._exchange('healed', b'')  # all are here before it is
+      broken.fail = False
+      pub._exchange('go on', b'')
+      return pub.publish(1, share(many(1), host, 3)).kind
+
+    assert self.on_all(stores, work) == ['delta'] * 3
+    assert manifests.versions(store) == [0, 1]
+    assert delta.digest(replayed(store)[1]) == delta.digest(many(1))
+
+
+class FailingStore:
+  """A store that can be told to refuse writes."""
+
+  fail = False
+
+  def __init__(self, store):
+    self.store = store
+
+  def __getattr__(self, name):
+    return getattr(self.store, name)
+
+  def write_once(self, name, data):
+    if self.fail:
+      raise storage.StorageError(f'{name}: out of order')
+    self.store.write_once(name, data)
+
+
+def many(version):
+  """Nine tensors, all of which change a little per version."""
+  rng = np.random.default_rng(0)
+  tensors = {f'{i}.w': rng.normal(size=(20, 30)) for i in range(9)}
+  for array in tensors.values():
+    array.reshape(-1)[:: 50 - version] += version
+  return tensors
+
+
+class ToleranceTest(parameterized.TestCase):
+  @given(
+    steps=st.lists(st.floats(0, 1e-2), min_size=1, max_size=6),
+    tolerance=st.sampled_from([1e-3, 3e-3, 0.02]),
+    dtype=st.sampled_from([np.float32, ml_dtypes.bfloat16, np.float16]),
+    seed=st.integers(0, 99),
+  )
+  @settings(max_examples=60, deadline=None)
+  def test_lags_by_less_than_the_bound(self, steps, tolerance, dtype, seed):
+    rng = np.random.default_rng(seed)
+    store = storage.MemoryStore()
+    pub = publisher.Publisher(store, base_every=100, tolerance=tolerance)
+    master = rng.normal(0, 0.02, (30, 20))
+    for version, step in enumerate([0, *steps]):
+      master += 0.02 * step * rng.normal(size=master.shape)
+      new = {'w': master.astype(dtype), 'bias': master[0].astype(dtype)}
+      pub.publish(version, new)
+      _, found = replayed(store)
+      w = new['w'].astype(np.float32)
+      lag = np.abs(w - found['w'].astype(np.float32))
+      assert lag.max() <= tolerance * np.sqrt(np.mean(np.square(w))) * 1.0001
+      assert found['bias'].tobytes() == new['bias'].tobytes()
+
+  def test_what_is_held_back_adds_up_until_it_is_sent(self):
+    pub = publisher.Publisher(
+      storage.MemoryStore(), base_every=100, tolerance=0.01
+    )
+    matrix = np.ones((10, 10), np.float32)
+    changed = []
+    for version in range(8):
+      matrix[0, 0] = 1 + 0.004 * version  # sent at every third step
+      done = pub.publish(version, {'w': matrix})
+      changed.append(round(100 * done.changed_fraction))
+    assert changed == [100, 0, 0, 1, 0, 0, 1, 0]
+
+  @parameterized.parameters(np.nan, np.inf)
+  def test_what_has_no_size_is_sent(self, value):
+    old, new = np.zeros((2, 2), np.float32), np.zeros((2, 2), np.float32)
+    new[0] = value, 1e-9
+    found = publisher.within_tolerance(old, new, 0.1)
+    assert found.tobytes() == new.tobytes()
+
+  def test_codes_and_vectors_are_sent(self):
+    for new in (np.ones((4, 4), np.uint8), np.ones(9, np.float32)):
+      assert publisher.within_tolerance(new * 0, new, 99.0) is new
+
+  def test_begins_with_a_base_after_a_restart(self):
+    store = storage.MemoryStore()
+    first = publisher.Publisher(store, base_every=100, tolerance=0.5)
+    for version in (0, 1):
+      first.publish(version, weights(version))
+    again = publisher.Publisher(store, base_every=100, tolerance=0.5)
+    assert again.resume(1, weights(1)) and not again.resume(2, weights(2))
+    assert again.publish(2, weights(2)).kind == 'base'
